@@ -1,0 +1,34 @@
+# Each target sets up .venv on first use. Needs Python 3.11+ and make, nothing else.
+PYTHON ?= python3
+MODULE ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: check test lectures release bench
+.DEFAULT_GOAL := check
+
+check: $(READY)
+	$(BIN)/autograder check $(MODULE)
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/autograder release --check
+	$(BIN)/python -m pytest
+
+lectures: $(READY)
+	$(BIN)/python -m autograder.grading.notebooks
+
+release: $(READY)
+	$(BIN)/autograder release
+
+bench: $(READY)
+	$(BIN)/python tests/bench.py $(MODULE)
+
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "The course needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -e .
+	touch $@
