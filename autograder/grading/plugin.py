@@ -1,0 +1,1 @@
+"""The pytest plugin: points per problem, credit per check."""
