@@ -119,7 +119,7 @@ def trace(
         raise _usage(f"there is no folder {submission}")
     try:
         chosen = (catalog.find_module(module),)
-        report = session.grade_modules(chosen, submission, select=problem, seed=seed, keep_runs=True)
+        report = session.grade_modules(chosen, submission, select=problem, seed=seed)
     except catalog.UnknownName as error:
         raise _usage(str(error)) from None
     check = next(c for m in report.modules for p in m.problems for c in p.checks)

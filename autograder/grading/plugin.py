@@ -69,7 +69,8 @@ class Grading:
         self.faults: dict[str, Finding | None] = {}  # module -> what keeps all of it from being checked
         self._files: dict[str, Path] = {}
         self._submission = None
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # of the check that runs now, as is the last run
+        self.run = None
 
     @property
     def submission(self):  # noqa: ANN201
@@ -130,7 +131,12 @@ def ranks(request: pytest.FixtureRequest):  # noqa: ANN201
     def run(fn: Callable, world_size: int, *args: object, **settings: object) -> lab_ranks.Run:
         grading.sizes.append(world_size)
         settings = {"timeout": module.timeout, "refuse": module.refuse, "backend": grading.backend} | settings
-        return lab_ranks.run(fn, world_size, *args, student=file, **settings)
+        try:
+            grading.run = lab_ranks.run(fn, world_size, *args, student=file, **settings)
+        except lab_ranks.RunFailed as failure:
+            grading.run = failure.run
+            raise
+        return grading.run
 
     return run
 
@@ -148,7 +154,7 @@ def rng(request: pytest.FixtureRequest):  # noqa: ANN201
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if is_check(item):
         grading = item.config.stash[KEY]
-        grading.sizes = []
+        grading.sizes, grading.run = [], None
         grading.on_start(item)
         item.stash[STARTED] = time.monotonic()
 
@@ -174,7 +180,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):  # noqa
     name = item.name.removeprefix("test_")
     result = CheckResult(
         name, title, weight, finding, time.monotonic() - item.stash[STARTED], sorted(set(grading.sizes)),
-        _hints(grading, module, problem, name),
+        _hints(grading, module, problem, name), grading.run,
     )  # fmt: skip
     if isinstance(finding, Finding) and finding.status != "infrastructure":
         report.longrepr = result.message

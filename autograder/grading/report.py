@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from autograder.lab.findings import Finding, fact_lines
+from autograder.lab.ranks import Run
 from autograder.suites.kit import Module, Problem
 
 
 @dataclass
 class CheckResult:
-    """One check's outcome. `finding` is None where it passed; `picture` is an SVG of the run that failed."""
+    """One check's outcome. `finding` is None where it passed; `run` is the last run on ranks, for pictures."""
 
     name: str
     title: str
@@ -18,7 +19,7 @@ class CheckResult:
     duration_s: float
     world_sizes: list[int] = field(default_factory=list)
     hints: list[tuple[str, str]] = field(default_factory=list)  # again, read
-    picture: str | None = None
+    run: Run | None = None
 
     @property
     def status(self) -> str:
@@ -37,8 +38,9 @@ class CheckResult:
     @property
     def headline(self) -> str:
         """The check's title with the world size it failed at."""
-        run = getattr(self.finding, "run", None)
-        return f"{self.title}  (world size {run.world_size})" if run is not None and run.world_size > 1 else self.title
+        if self.finding is not None and self.run is not None and self.run.world_size > 1:
+            return f"{self.title}  (world size {self.run.world_size})"
+        return self.title
 
     @property
     def message(self) -> str:

@@ -22,6 +22,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -188,8 +189,12 @@ class _Plain:
             if self.bytes > MAX_RESULT:
                 raise ValueError(f"the return value is larger than {MAX_RESULT // 2**20} MiB")
             return value.detach().cpu().as_subclass(torch.Tensor).clone()
-        if value is None or type(value) in (bool, int, float, str, torch.dtype):
-            return value[:100_000] if isinstance(value, str) else value
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or type(value) in (bool, int, float, torch.dtype):
+            return value
+        if isinstance(value, str):
+            return str(value)[:100_000]
         if isinstance(value, list | tuple):
             return [self(v, depth + 1) for v in value]
         if isinstance(value, dict):

@@ -88,6 +88,17 @@ class Run:
         """The events of one rank, of these operators (all without any)."""
         return [e for e in self.events if e.rank == rank and (not ops or e.op in ops)]
 
+    def in_case(self, number: int) -> list[Event]:
+        """The messages and collectives between the marks of the case with this number (from 0) and the next."""
+        chosen = []
+        for rank in range(self.world_size):
+            seen = -1
+            for e in self.of(rank):
+                seen += e.op == "case"
+                if seen == number and e.op not in ("case", "span"):
+                    chosen.append(e)
+        return chosen
+
     def sent(self, rank: int) -> int:
         """Bytes that a rank sent."""
         return sum(e.sent for e in self.of(rank))
