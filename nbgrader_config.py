@@ -5,7 +5,7 @@
     nbgrader generate_feedback 01_collectives
     nbgrader export
 
-The cells of a submitted worksheet run in the same process as the call that grades them, so a student can forge
+The cells of a submitted worksheet run in the process of the call that grades them, so a student can forge
 a score here. `autograder grade` takes only the .py files and has no such gap.
 """
 

@@ -52,25 +52,26 @@ def marker_problems(text: str, reserved: bool) -> Iterator[tuple[int, str]]:
         text: a Python file or a notebook cell
         reserved: whether ``###`` at the start of a line is for markers only
     """
-    begin, indent = 0, ""
-    number = 0
+    begin, indent = 0, ""  # of the region that is open
+    inside = False  # and has not left its block
     for number, line in enumerate(text.splitlines(), 1):
         marker = MARKER.match(line)
         if not marker:
             if MISSPELT.search(line) or (reserved and RESERVED.match(line)):
                 yield number, f"{line.strip()!r} is neither '### BEGIN SOLUTION' nor '### END SOLUTION'"
-            if begin and line.strip() and not line.startswith(indent):
+            if inside and line.strip() and not line.startswith(indent):
+                inside = False
                 yield number, f"the solution region of line {begin} leaves its block here"
         elif marker[2] == "BEGIN":
             if begin:
                 yield number, f"a solution begins inside the one that begins in line {begin}"
-            begin, indent = number, marker[1]
+            begin, indent, inside = number, marker[1], True
         else:
             if not begin:
                 yield number, "a solution ends that did not begin"
-            elif marker[1] != indent:
+            elif inside and marker[1] != indent:
                 yield number, f"not indented like the '### BEGIN SOLUTION' of line {begin}"
-            begin = 0
+            begin, inside = 0, False
     if begin:
         yield begin, "a solution begins that does not end"
 
