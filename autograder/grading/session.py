@@ -9,7 +9,7 @@ import pytest
 
 from autograder.grading import catalog, plugin
 from autograder.grading.report import CheckResult, ModuleResult, ProblemResult, Report
-from autograder.lab import ranks
+from autograder.lab import agent_client
 from autograder.suites.kit import Module
 
 
@@ -39,7 +39,7 @@ def grade_modules(
     Raises:
         catalog.UnknownName: select names nothing.
     """
-    ranks.start_agent()  # imports torch while pytest collects
+    agent_client.start()  # imports torch while pytest collects
     begin = time.monotonic()
     seed = plugin.new_seed() if seed is None else seed
     selection = _Selection(modules, select)
@@ -53,7 +53,16 @@ def grade_modules(
     )
     selection.grading = grading
     files = [str(catalog.suite_file(m)) for m in modules] + [str(f) for f in extra]
-    options = ["-c", os.devnull, "--rootdir", str(catalog.SUITES), "-p", "no:cacheprovider", "-p", "no:terminal"]
+    options = [
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(catalog.SUITES),
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:terminal",
+    ]
     pytest.main([*options, *files], plugins=[selection])
     if selection.error:
         raise selection.error
