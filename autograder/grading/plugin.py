@@ -124,7 +124,10 @@ def is_check(item: pytest.Item) -> bool:
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest):
-    """`ranks(fn, world_size, *args)`: run a function on ranks that can load the student's file; returns the `Run`."""
+    """`ranks(fn, world_size, *args)`: run a function on ranks that can load the student's file; returns the `Run`.
+
+    `ranks.definition(name)` is the line that defines one of the student's functions.
+    """
     from autograder.lab import ranks as lab_ranks
 
     module, grading = request.module.MODULE, request.config.stash[KEY]
@@ -140,6 +143,14 @@ def ranks(request: pytest.FixtureRequest):
             raise
         return grading.run
 
+    def definition(function: str) -> str:
+        """Where the student's file defines a function, for what no single line of it has caused."""
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+            if line.startswith(f"def {function}("):
+                return f"{file.name}:{number}   {line}"
+        return file.name
+
+    run.definition = definition
     return run
 
 

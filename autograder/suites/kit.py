@@ -155,8 +155,9 @@ def _what(value: object) -> str:
         return "None"
     if isinstance(value, dict) and "__unexpected__" in value:
         return f"a {value['__unexpected__']}"
-    text = repr(value)
-    return f"{type(value).__name__} {text[:60]}"
+    if type(value) is float:
+        return f"{value:.9g}"
+    return f"{type(value).__name__} {repr(value)[:60]}"
 
 
 def _number(value: torch.Tensor) -> str:
@@ -199,7 +200,7 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
             return f"{len(wanted)} numbers", _what(found)
         for f, w in zip(found, wanted, strict=True):
             if numbers_agree(f, w, rtol):
-                return str(wanted), str(tuple(found))
+                return ", ".join(f"{x:.9g}" for x in wanted), ", ".join(_what(x) for x in found)
         return None
     if isinstance(found, torch.Tensor) and found.numel() == 1:
         found = found.item()

@@ -93,7 +93,9 @@ class Draw:
     def __call__(self, rows: int = 1, length: int | None = None) -> torch.Tensor:
         """One tensor; with `rows`, that many times as long in the first dimension; with `length`, exactly so long."""
         shape = (self.shape[0] * rows if length is None else length, *self.shape[1:])
-        if self.dtype.is_floating_point:
+        if self.dtype.is_floating_point and len(shape) == 1:  # short and easy to read in a message
+            values = torch.randint(-9, 10, shape, generator=self.rng).to(self.dtype)
+        elif self.dtype.is_floating_point:
             values = torch.randn(shape, generator=self.rng, dtype=torch.float64).to(self.dtype)
         else:
             values = torch.randint(-100, 100, shape, generator=self.rng).to(self.dtype)
@@ -208,7 +210,7 @@ def make(ranks: Callable, function: str, calls: list[Call], world_size: int, mem
     expect_nothing_left(run)
     for number, call in enumerate(calls):
         for i, rank in enumerate(places):
-            compare(function, call, number, rank, i, run, before[i][number])
+            compare(function, call, number, rank, i, run, before[i][number], ranks.definition(function))
     return run
 
 
@@ -219,7 +221,7 @@ def _flat(arguments: list) -> list[torch.Tensor]:
     return found
 
 
-def compare(function: str, call: Call, number: int, rank: int, i: int, run: Run, before: list) -> None:
+def compare(function: str, call: Call, number: int, rank: int, i: int, run: Run, before: list, definition: str) -> None:
     """One rank's arguments after one call, against what they must be."""
     returned, *after = run.values[rank][number]
     where = f"on rank {rank}"
@@ -247,7 +249,7 @@ def compare(function: str, call: Call, number: int, rank: int, i: int, run: Run,
                     case=call.name,
                     expected=f"{label} {where}: {wrong[0]}",
                     found=wrong[1],
-                    line=events[-1] if events else None,
+                    line=events[-1] if events else definition,
                     perhaps=misconception(function, call, position, one, found, before[at], run, rank),
                 )
             at += 1
@@ -293,7 +295,8 @@ def misconception(
         ratio = found.double().flatten()[0] / expect.values.double().flatten()[0]
         for whole in (2, 3, 4, run.world_size, 1 / run.world_size):
             if whole != 1 and abs(ratio - whole) < 1e-3:
-                return f"it is {whole:g} times the sum: something was added twice, or divided"
+                happened = "something was added more than once" if whole > 1 else "a sum is asked for, not an average"
+                return f"it is {whole:g} times the sum: {happened}"
         return "a summand is missing or was added twice; was a receive buffer used again before it was read?"
     if function == "ring_all_gather":
         return "which chunk arrives in which step? in step s, rank r receives the chunk of rank r - s - 1"
