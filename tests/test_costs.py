@@ -18,7 +18,7 @@ PUBLISHED = {  # p = 4: (milliseconds, printed "GB/s") of ranks 0 to 3. The GPU 
 def test_published_run_is_in_gib_per_second(op):
     nbytes, rows = PUBLISHED[op]
     for milliseconds, printed in rows:
-        # Both columns are rounded: the bandwidth lies between those of the longest and the shortest such time.
+        # Both columns are rounded: the bandwidth lies between those of the longest and shortest such time.
         slow, fast = (
             effective_bandwidth(op, nbytes, 4, (milliseconds + half_digit) * 1e-3) / costs.GIB
             for half_digit in (0.005, -0.005)

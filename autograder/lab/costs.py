@@ -60,60 +60,60 @@ class Link:
 _NCCL = "latency of a hop in NCCL's cost model (ring, LL protocol)"
 
 SHARED_MEMORY = Link(
-    "shared memory / L1",
-    36 * TB,
-    2e-8,
-    "about 36 TB/s",
-    "computed: 32 banks x 4 bytes per clock and SM, 148 SMs, 1.9 GHz; latency about 30 clocks",
-    "an estimate, all SMs of a B200 together; inside one SM, 228 KiB: for tiles, partial sums, fusion",
+    name="shared memory / L1",
+    bandwidth=36 * TB,
+    latency=2e-8,
+    published="about 36 TB/s",
+    source="computed: 32 banks x 4 bytes per clock and SM, 148 SMs, 1.9 GHz; latency about 30 clocks",
+    note="an estimate, all SMs of a B200 together; inside one SM, 228 KiB: for tiles, partial sums, fusion",
 )
 HBM = Link(
-    "HBM3e (B200)",
-    8 * TB,
-    6e-7,
-    "8 TB/s",
-    "NVIDIA B200 data sheet, 2024; latency an order of magnitude",
-    "reads and writes together; the main ledger of a kernel on one GPU",
+    name="HBM3e (B200)",
+    bandwidth=8 * TB,
+    latency=6e-7,
+    published="8 TB/s",
+    source="NVIDIA B200 data sheet, 2024; latency an order of magnitude",
+    note="reads and writes together; the main ledger of a kernel on one GPU",
 )
 NVLINK5 = Link(
-    "NVLink 5 / NVSwitch (B200)",
-    0.9 * TB,
-    6e-7,
-    "1.8 TB/s",
-    f"NVIDIA B200 data sheet, 2024; {_NCCL}",
-    "the printed figure adds both directions: 0.9 TB/s each way; for frequent exchanges (tensor parallelism)",
+    name="NVLink 5 / NVSwitch (B200)",
+    bandwidth=0.9 * TB,
+    latency=6e-7,
+    published="1.8 TB/s",
+    source=f"NVIDIA B200 data sheet, 2024; {_NCCL}",
+    note="the printed figure adds both directions: 0.9 TB/s each way; for frequent exchanges (tensor parallelism)",
 )
 PCIE5 = Link(
-    "PCIe 5.0 x16",
-    63 * GB,
-    1e-6,
-    "63 GB/s",
-    f"PCI-SIG: 32 GT/s x 16 lanes x 128/130 / 8 bits; {_NCCL}",
-    "one direction; the way from a GPU to its CPU and, on many machines, to its network card",
+    name="PCIe 5.0 x16",
+    bandwidth=63 * GB,
+    latency=1e-6,
+    published="63 GB/s",
+    source=f"PCI-SIG: 32 GT/s x 16 lanes x 128/130 / 8 bits; {_NCCL}",
+    note="one direction; the way from a GPU to its CPU and, on many machines, to its network card",
 )
 INFINIBAND = Link(
-    "InfiniBand NDR",
-    0.05 * TB,
-    2.7e-6,
-    "400 Gb/s",
-    f"InfiniBand Trade Association, NDR 4x: 400 Gb/s / 8 bits; {_NCCL}",
-    "one direction, one port per GPU; fit for exchanges that are large and rare",
+    name="InfiniBand NDR",
+    bandwidth=0.05 * TB,
+    latency=2.7e-6,
+    published="400 Gb/s",
+    source=f"InfiniBand Trade Association, NDR 4x: 400 Gb/s / 8 bits; {_NCCL}",
+    note="one direction, one port per GPU; fit for exchanges that are large and rare",
 )
 ROCE = Link(
-    "Ethernet 400 Gb/s with RoCE",
-    0.05 * TB,
-    2.7e-6,
-    "400 Gb/s",
-    f"IEEE 802.3bs; the network Llama 3 405B was trained on (Meta, 2024); {_NCCL}",
-    "one direction, one port per GPU; RDMA over Ethernet, as fast as InfiniBand of the same rate",
+    name="Ethernet 400 Gb/s with RoCE",
+    bandwidth=0.05 * TB,
+    latency=2.7e-6,
+    published="400 Gb/s",
+    source=f"IEEE 802.3bs; the network Llama 3 405B was trained on (Meta, 2024); {_NCCL}",
+    note="one direction, one port per GPU; RDMA over Ethernet, as fast as InfiniBand of the same rate",
 )
 ETHERNET = Link(
-    "Ethernet, traditional",
-    200e6,
-    5e-5,
-    "200 MB/s",
-    "a traditional office or cloud network (1.6 Gb/s); latency of TCP an order of magnitude",
-    "one direction, shared by a whole machine; the slow end of the scale, not what a GPU cluster has today",
+    name="Ethernet, traditional",
+    bandwidth=200e6,
+    latency=5e-5,
+    published="200 MB/s",
+    source="a traditional office or cloud network (1.6 Gb/s); latency of TCP an order of magnitude",
+    note="one direction, shared by a whole machine; the slow end of the scale, not what a GPU cluster has today",
 )
 
 # From near to far. The further a byte goes from the arithmetic unit, the dearer it is.
@@ -136,8 +136,8 @@ def message_time(nbytes: float, alpha: float, bandwidth: float) -> float:
 def bytes_sent(op: str, nbytes: float, p: int) -> float:
     """Bytes that one rank sends in a collective under the ring algorithm.
 
-    Let S = `nbytes`. In the four without a root every rank sends the same. In the four with one it is what the
-    busiest link carries one way: out of or into the root, or (broadcast, reduce) on from rank to rank.
+    Let S = `nbytes`. In the four without a root every rank sends the same. In the four with one it is what
+    the busiest link carries one way: out of or into the root, or (broadcast, reduce) from rank to rank.
 
         broadcast, reduce                        S
         scatter, gather                          S (p-1)/p
@@ -190,10 +190,11 @@ def collective_time(
         all_reduce                   2(p-1) (a + S/(pW))   2L (a + S/W)            K (a + S/W)
         all_to_all                   (p-1) (a + S/(pW))    -                       -
 
-    Under the ring every message is S/p bytes; a broadcast or reduce passes the tensor along in p pieces, the last
-    of which leaves after p rounds and needs p-2 more. A tree does an "all" operation as one towards a root and one
-    away from it. K, the rounds of recursive doubling on whole tensors, is log2 p where p is a power of two; else
-    floor(log2 p) + 2, as the ranks left over hand their tensor to a partner first and get the result at the end.
+    Under the ring every message is S/p bytes; a broadcast or reduce passes the tensor along in p pieces, the
+    last of which leaves after p rounds and needs p-2 more. A tree does an "all" operation as one towards a root
+    and one away from it. K, the rounds of recursive doubling on whole tensors, is log2 p where p is a power of
+    two; else floor(log2 p) + 2, as the ranks left over hand their tensor to a partner first and get the result
+    at the end.
 
     Args:
         op: one of `OPS`.
@@ -252,8 +253,8 @@ def _rounds_and_bytes(op: str, nbytes: float, p: int, algorithm: str) -> tuple[i
 def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Latency and bandwidth from measured times: the line T = alpha + nbytes / bandwidth nearest to them.
 
-    Least squares on the relative error (T_model - T) / T, so that a message of a microsecond counts as much as
-    one of a second; a plain fit would let the largest messages alone decide and leave alpha to chance.
+    Least squares on the relative error (T_model - T) / T, so that a message of a microsecond counts as
+    much as one of a second; a plain fit would let the largest messages alone decide and leave alpha to chance.
 
     Args:
         nbytes: message sizes, bytes, at least two of them different.
