@@ -81,7 +81,7 @@ NVLINK5 = Link(
     latency=6e-7,
     published="1.8 TB/s",
     source=f"NVIDIA B200 data sheet, 2024; {_NCCL}",
-    note="the printed figure adds both directions: 0.9 TB/s each way; for frequent exchanges (tensor parallelism)",
+    note="the printed figure adds both directions, 0.9 TB/s each; for frequent exchanges (tensor parallelism)",
 )
 PCIE5 = Link(
     name="PCIe 5.0 x16",
@@ -113,7 +113,7 @@ ETHERNET = Link(
     latency=5e-5,
     published="200 MB/s",
     source="a traditional office or cloud network (1.6 Gb/s); latency of TCP an order of magnitude",
-    note="one direction, shared by a whole machine; the slow end of the scale, not what a GPU cluster has today",
+    note="one direction, shared by a machine; the slow end of the scale, not what GPU clusters have today",
 )
 
 # From near to far. The further a byte goes from the arithmetic unit, the dearer it is.
@@ -190,11 +190,11 @@ def collective_time(
         all_reduce                   2(p-1) (a + S/(pW))   2L (a + S/W)            K (a + S/W)
         all_to_all                   (p-1) (a + S/(pW))    -                       -
 
-    Under the ring every message is S/p bytes; a broadcast or reduce passes the tensor along in p pieces, the
-    last of which leaves after p rounds and needs p-2 more. A tree does an "all" operation as one towards a root
-    and one away from it. K, the rounds of recursive doubling on whole tensors, is log2 p where p is a power of
-    two; else floor(log2 p) + 2, as the ranks left over hand their tensor to a partner first and get the result
-    at the end.
+    Under the ring every message is S/p bytes; a broadcast or reduce passes the tensor along in p pieces,
+    the last of which leaves after p rounds and needs p-2 more. A tree does an "all" operation as one
+    towards a root and one away from it. K, the rounds of recursive doubling on whole tensors, is log2 p
+    where p is a power of two; else floor(log2 p) + 2, as the ranks left over hand their tensor to a
+    partner first and get the result at the end.
 
     Args:
         op: one of `OPS`.
@@ -253,8 +253,9 @@ def _rounds_and_bytes(op: str, nbytes: float, p: int, algorithm: str) -> tuple[i
 def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Latency and bandwidth from measured times: the line T = alpha + nbytes / bandwidth nearest to them.
 
-    Least squares on the relative error (T_model - T) / T, so that a message of a microsecond counts as
-    much as one of a second; a plain fit would let the largest messages alone decide and leave alpha to chance.
+    Least squares on the relative error (T_model - T) / T, so that a message of a microsecond counts as much
+    as one of a second; a plain fit would let the largest messages alone decide and leave alpha to
+    chance.
 
     Args:
         nbytes: message sizes, bytes, at least two of them different.
