@@ -81,7 +81,7 @@ NVLINK5 = Link(
     latency=6e-7,
     published="1.8 TB/s",
     source=f"NVIDIA B200 data sheet, 2024; {_NCCL}",
-    note="the printed figure adds both directions, 0.9 TB/s each; for frequent exchanges (tensor parallelism)",
+    note="the printed figure adds both directions, 0.9 TB/s each; for frequent, tensor-parallel exchanges",
 )
 PCIE5 = Link(
     name="PCIe 5.0 x16",
