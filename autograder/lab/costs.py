@@ -136,8 +136,8 @@ def message_time(nbytes: float, alpha: float, bandwidth: float) -> float:
 def bytes_sent(op: str, nbytes: float, p: int) -> float:
     """Bytes that one rank sends in a collective: under the ring algorithm, where there is one.
 
-    Let S = `nbytes`. Where the ranks differ it is the one that sends most: a link of the chain in broadcast and
-    reduce, the root in scatter, any other rank in gather.
+    Let S = `nbytes`. Where the ranks differ it is one that sends most: any but the last in the chain of a
+    broadcast or reduce, the root of a scatter, any but the root of a gather.
 
         broadcast, reduce                                 S
         all_gather, reduce_scatter, all_to_all, scatter   S (p-1)/p
@@ -190,10 +190,10 @@ def collective_time(
         all_reduce                   2(p-1) (a + S/(pW))   2L (a + S/W)            K (a + S/W)
         all_to_all                   (p-1) (a + S/(pW))    -                       -
 
-    Under the ring a broadcast or reduce hands the whole tensor from rank to rank. A tree does an "all" operation
-    as one towards a root and one away from it. K, the rounds of recursive doubling on whole tensors, is log2 p
-    where p is a power of two; else floor(log2 p) + 2, as the ranks left over hand their tensor to a partner
-    first and get the result at the end.
+    Under the ring a broadcast or reduce hands the whole tensor from rank to rank. A tree does an "all"
+    operation as one towards a root and one away from it. K, the rounds of recursive doubling on whole
+    tensors, is log2 p where p is a power of two; else floor(log2 p) + 2, as the ranks left over hand their
+    tensor to a partner first and get the result at the end.
 
     Args:
         op: one of `OPS`.
@@ -215,7 +215,7 @@ def collective_time(
     _check_link(alpha, bandwidth)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}: one of {', '.join(ALGORITHMS)}")
-    latencies, volume = _rounds_and_bytes(op, nbytes, p, algorithm)
+    latencies, volume = _rounds_and_bytes(op, nbytes, int(p), algorithm)
     return latencies * alpha + volume / bandwidth
 
 
