@@ -1,0 +1,75 @@
+"""A submission: the files that are taken from a student's folder, copied to a place of their own.
+
+Only the files that a module lists are taken. A `torch.py` or `conftest.py` lying beside them is never seen.
+"""
+
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from autograder.grading import catalog
+from autograder.lab.findings import Finding
+from autograder.suites.kit import Module
+
+MAX_FILE = 2**20  # bytes
+
+
+class Submission:
+    """One student's folder, which holds module folders (or is one).
+
+    Args:
+        folder: where the student's work is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._staged = Path(tempfile.mkdtemp(prefix="submission-"))
+
+    def close(self) -> None:
+        shutil.rmtree(self._staged, ignore_errors=True)
+
+    def stage(self, module: Module) -> Path:
+        """Copy this module's files, and those of other modules that they may import, and return the main file.
+
+        Raises:
+            Finding: a file of this module is missing or is not an ordinary small file.
+        """
+        for other in catalog.modules():
+            for name in other.files:
+                source = self._find(other, name)
+                problem = self._unusable(source)
+                if other.name == module.name and problem:
+                    raise Finding("failed", f"{other.name}/{name} {problem}", self._nearby(source))
+                if not problem:
+                    target = self._staged / other.name / name
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, target)
+        return self._staged / module.name / module.files[0]
+
+    def path(self, module: Module) -> Path:
+        """Where the student edits the module's main file."""
+        return self._find(module, module.files[0])
+
+    def _find(self, module: Module, name: str) -> Path:
+        direct = self.folder / name
+        inside = self.folder / module.name / name
+        return direct if direct.exists() and not inside.exists() else inside
+
+    def _unusable(self, path: Path) -> str | None:
+        try:
+            info = path.lstat()
+        except OSError:
+            return f"is missing (looked for {path})"
+        if not stat.S_ISREG(info.st_mode):
+            return "is not an ordinary file"
+        if info.st_size > MAX_FILE:
+            return f"is larger than {MAX_FILE // 2**20} MiB"
+        return None
+
+    def _nearby(self, path: Path) -> list[tuple[str, str]]:
+        folder = path.parent if path.parent.is_dir() else self.folder
+        if not folder.is_dir():
+            return [("found", f"there is no folder {folder}")]
+        names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))[:10]
+        return [("found", f"in {folder}: {', '.join(names) or 'nothing'}")]

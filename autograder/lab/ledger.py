@@ -1,0 +1,496 @@
+"""The ledger: every message and collective of every rank, with bytes, peers, order and the line that asked for it.
+
+In a rank, a `Recorder` (a `TorchDispatchMode`) sees each `c10d` operator whatever name it was imported by: calls from
+autograd hooks, from subgroups and from PyTorch's own wrappers too. It appends to the rank's log, one JSON list a line,
+so that the log is complete up to the moment a rank is killed. In the driver, `read_log` turns the log into `Event`s.
+"""
+
+import json
+import linecache
+import mmap
+import os
+import struct
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autograder.lab import costs
+
+# ----------------------------------------------------------------------------------------------- what is recorded
+
+
+@dataclass
+class Event:
+    """One operator that one rank issued, or one mark that a check set.
+
+    Times are seconds since the run began, on one clock for all ranks. They are for pictures: what came first is told by
+    `index` and the `order` numbers, never by time.
+    """
+
+    rank: int
+    index: int
+    op: str  # "send", "recv", "all_reduce", ...; "span" and "case" for marks
+    api: str  # what the caller called: "isend", "batch_isend_irecv", "all_gather_object", ...; a mark's text
+    nbytes: int  # of the full, unsharded tensor
+    numel: int
+    dtype: str
+    group: tuple[int, ...]  # global ranks
+    peer: int | None  # global rank of the other end, or of the root
+    is_async: bool
+    sent: int  # bytes this rank sent: the message itself, or its share under the ring algorithm
+    tag: int
+    where: str  # "collectives.py:88"
+    code: str  # that line
+    start: float
+    order: int  # position in the rank's log: which of two moments of one rank came first
+    end: float | None = None  # the operator returned (its work may go on)
+    wait: float | None = None  # the rank began to wait for its work
+    wait_order: int | None = None
+    done: float | None = None  # that wait, or a mark's span, ended
+    done_order: int | None = None
+
+    @property
+    def is_message(self) -> bool:
+        return self.op in ("send", "recv")
+
+    @property
+    def is_collective(self) -> bool:
+        return not self.is_message and self.op not in ("span", "case")
+
+    @property
+    def is_open(self) -> bool:
+        """Issued and neither returned nor waited for to the end: what a blocked rank is blocked in."""
+        return self.end is None or (self.wait is not None and self.done is None)
+
+    def __str__(self) -> str:
+        if self.op == "send":
+            return f"send to {self.peer}"
+        if self.op == "recv":
+            return f"recv from {'any rank' if self.peer is None else self.peer}"
+        if self.op in ("broadcast", "scatter"):
+            return f"{self.op} from {self.peer}"
+        if self.op in ("reduce", "gather"):
+            return f"{self.op} to {self.peer}"
+        return self.op
+
+
+# ------------------------------------------------------------------------------------------------- in a rank
+
+STATUS = struct.Struct("<BxxxxxxxQ")  # state and progress count of one rank, in memory shared with the agent
+STARTING, RUNNING, WAITING, DONE, FAILED = range(5)
+MAX_EVENTS = 100_000
+
+OPERATORS = {
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+    "broadcast_": "broadcast",
+    "scatter_": "scatter",
+    "gather_": "gather",
+    "reduce_": "reduce",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "barrier": "barrier",
+    "monitored_barrier_": "barrier",
+    # functional collectives (`_c10d_functional`), which DTensor uses
+    "all_reduce": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "isend": "send",
+    "irecv": "recv",
+}
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+class Forbidden(Exception):
+    """Raised in a rank by a call that the problem does not allow."""
+
+
+class Log:
+    """A rank's log file and its status in shared memory. Written by the rank only."""
+
+    def __init__(self, fd: int, memory: mmap.mmap, rank: int, clock0: float) -> None:
+        self.fd, self.memory, self.offset, self.clock0 = fd, memory, rank * STATUS.size, clock0
+        self.progress = 0
+        self.lines = 0
+
+    def state(self, state: int) -> None:
+        self.progress += 1
+        STATUS.pack_into(self.memory, self.offset, state, self.progress)
+
+    def now(self) -> float:
+        return round(time.monotonic() - self.clock0, 7)
+
+    def write(self, kind: str, *fields: object) -> None:
+        self.lines += 1
+        if self.lines <= 4 * MAX_EVENTS:
+            os.write(self.fd, (json.dumps([kind, *fields]) + "\n").encode())
+
+
+class Recorder(TorchDispatchMode):
+    """Records every communication operator issued while it is active, and every wait for one.
+
+    Args:
+        log: where to.
+        roots: path prefixes of the files whose line is "the caller's line".
+        refuse: given an operator's name and the API's, why it is not allowed here, or None.
+    """
+
+    def __init__(self, log: Log, roots: tuple[str, ...] = (), refuse: Callable | None = None) -> None:
+        super().__init__()
+        self.log, self.roots, self.refuse = log, roots, refuse
+        self.count = 0
+        self.works: dict[int, tuple[object, int]] = {}  # id of a pending Work -> (the Work, its event's index)
+        self.functional: dict[int, int] = {}  # storage of a functional collective's result -> event index
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+        if func.namespace not in NAMESPACES:
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if name == "wait_tensor":
+            index = self.functional.pop(args[0].untyped_storage().data_ptr(), None)
+            return self._waiting(index, lambda: func(*args, **(kwargs or {})))
+        if name.rstrip("_") not in OPERATORS and name not in OPERATORS:
+            return func(*args, **(kwargs or {}))
+
+        op = OPERATORS.get(name) or OPERATORS[name.rstrip("_")]
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+        where, code, api = self._caller()
+        index = self.count
+        self.count += 1
+        nbytes, numel, dtype, ranks, peer, is_async, sent = _describe(func.namespace, op, api, named)
+        tag = named.get("tag") if isinstance(named.get("tag"), int) else 0
+        self.log.write(
+            "op", index, op, api, nbytes, numel, dtype, ranks, peer, is_async, sent, tag, where, code, self.log.now()
+        )
+        reason = self.refuse(op, api) if self.refuse else None
+        if reason:
+            self.log.write("forbidden", index, reason)
+            raise Forbidden(reason)
+
+        self.log.state(WAITING)
+        out = func(*args, **(kwargs or {}))
+        self.log.state(RUNNING)
+        self.log.write("end", index, self.log.now())
+        if func.namespace == "c10d":
+            work = out[-1] if isinstance(out, tuple | list) and len(out) else out
+            if isinstance(work, torch.ScriptObject):
+                # While this Python object lives, the caller's Work is the same object, so its id identifies it.
+                work = Work.unbox(work)
+                self.works[id(work)] = (work, index)
+        elif isinstance(out, torch.Tensor):
+            self.functional[out.untyped_storage().data_ptr()] = index
+        return out
+
+    def _waiting(self, index: int | None, wait: Callable) -> object:
+        if index is not None:
+            self.log.write("wait", index, self.log.now())
+        self.log.state(WAITING)
+        try:
+            return wait()
+        finally:
+            self.log.state(RUNNING)
+            if index is not None:
+                self.log.write("done", index, self.log.now())
+
+    def _caller(self) -> tuple[str, str, str]:
+        """The innermost frame of the caller's own files: file:line, its text, and the API called from there."""
+        frame, api, fallback = sys._getframe(2), "", None
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if path.startswith(self.roots):
+                break
+            if _is_library(path):
+                if fallback is None and f"{os.sep}torch{os.sep}distributed{os.sep}" in path:
+                    api = frame.f_code.co_name if frame.f_code.co_name != "wrapper" else api
+            elif fallback is None:
+                fallback = frame
+            frame = frame.f_back
+        frame = frame or fallback
+        if frame is None:
+            return "", "", api
+        return *_position(frame), api
+
+    def mark(self, kind: str, text: str) -> int:
+        """Write a mark of a check into the same sequence: a "case" that begins, or a "span" of work. Returns its index."""
+        index = self.count
+        self.log.write(kind, index, text, self.log.now())
+        self.count += 1
+        return index
+
+    def install(self) -> None:
+        """Make waiting visible: `Work.wait` and the store barrier inside `new_group`, for the rest of this process."""
+        recorder, wait, is_completed, get_future = self, Work.wait, Work.is_completed, Work.get_future
+
+        def recorded_wait(work: Work, *args: object, **kwargs: object) -> object:
+            known = recorder.works.pop(id(work), None)
+            return recorder._waiting(known and known[1], lambda: wait(work, *args, **kwargs))
+
+        def recorded_is_completed(work: Work) -> bool:
+            recorder.log.progress -= 1  # polling is not progress: a loop around it counts as waiting
+            recorder.log.state(WAITING)
+            if is_completed(work):
+                recorder.log.state(RUNNING)
+                known = recorder.works.pop(id(work), None)
+                if known:
+                    recorder._waiting(known[1], lambda: None)
+                return True
+            return False
+
+        def recorded_get_future(work: Work) -> object:
+            known = recorder.works.pop(id(work), None)
+            if known:  # from here on the future is what is waited for
+                recorder._waiting(known[1], lambda: None)
+            return get_future(work)
+
+        Work.wait, Work.is_completed, Work.get_future = recorded_wait, recorded_is_completed, recorded_get_future
+        c10d = dist.distributed_c10d
+        barrier = c10d._store_based_barrier
+        c10d._store_based_barrier = lambda *a, **k: recorder._waiting(None, lambda: barrier(*a, **k))
+
+
+def _is_library(path: str) -> bool:
+    if path.startswith("<"):
+        return path != BY_VALUE
+    return path.startswith((_TORCH, _LAB, _STANDARD)) or "site-packages" in path
+
+
+BY_VALUE = "<dynamic-code>"  # the file name that cloudpickle gives to functions that travel by value
+_TORCH = str(Path(torch.__file__).parent)
+_LAB = str(Path(__file__).parent)
+_STANDARD = str(Path(os.__file__).parent)  # the standard library, and site-packages in it
+
+
+def _position(frame) -> tuple[str, str]:  # noqa: ANN001
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    if path == BY_VALUE:
+        return f"{frame.f_code.co_name}:{line}", ""
+    return f"{Path(path).name}:{line}", linecache.getline(path, line).strip()[:160]
+
+
+def _describe(namespace: str, op: str, api: str, named: dict) -> tuple:
+    """Bytes, elements, dtype, group, peer, async or not, and bytes sent, from an operator's arguments by name."""
+    group = named.get("process_group")
+    if group is not None:
+        group = dist.ProcessGroup.unbox(group)
+    else:
+        group = dist.distributed_c10d._resolve_process_group(named["group_name"])
+    ranks = list(dist.get_process_group_ranks(group))
+    me, p = dist.get_rank(group), len(ranks)
+
+    inputs, outputs = _tensors(named, "input"), _tensors(named, "output")
+    both = _tensors(named, "tensor") or inputs or outputs
+    if op == "barrier":
+        both = []
+    # "The full tensor" is the side that no rank has only a shard of.
+    if op in ("all_gather", "gather"):
+        part = inputs or _tensors(named, "input_list")
+        numel, nbytes = p * _numel(part), p * _nbytes(part)
+    elif op in ("reduce_scatter", "all_to_all"):
+        numel, nbytes = _numel(inputs), _nbytes(inputs)
+    elif op == "scatter":
+        numel, nbytes = p * _numel(outputs), p * _nbytes(outputs)
+    else:
+        numel, nbytes = _numel(both), _nbytes(both)
+    dtype = str((both or inputs or outputs)[0].dtype).removeprefix("torch.") if (both or inputs or outputs) else ""
+
+    at = next((named[k] for k in ("dst", "src", "root_rank") if isinstance(named.get(k), int)), None)
+    peer = None if at is None else ranks[at]
+    # "wait" after the call is the caller's own for isend, irecv and batches; `dist.send` waits itself.
+    is_async = api not in ("send", "recv") if op in ("send", "recv") else bool(named.get("async_op", True))
+    if namespace != "c10d":
+        is_async = True
+
+    if op == "send":
+        sent = nbytes
+    elif op in ("recv", "barrier"):
+        sent = 0
+    elif op == "scatter":
+        sent = nbytes - nbytes // p if me == at else 0
+    elif op == "gather":
+        sent = 0 if me == at else nbytes // p
+    elif op == "all_to_all":
+        sent = nbytes - _own_part(named, inputs, me, p)
+    else:
+        sent = round(costs.bytes_sent(op, nbytes, p))
+    return nbytes, numel, dtype, ranks, peer, is_async, sent
+
+
+def _own_part(named: dict, inputs: list[torch.Tensor], me: int, p: int) -> int:
+    """Bytes of an all-to-all's input that stay on this rank."""
+    if len(inputs) == p and "input_tensors" in named:
+        return _nbytes(inputs[me : me + 1])
+    sizes = named.get("input_split_sizes")
+    if not sizes:
+        return _nbytes(inputs) // p
+    row = inputs[0][:1].numel() * inputs[0].element_size() if inputs[0].ndim else inputs[0].element_size()
+    return int(sizes[me]) * row
+
+
+def _tensors(named: dict, prefix: str) -> list[torch.Tensor]:
+    """All tensors in the arguments whose name begins so, nested lists flattened."""
+    found: list[torch.Tensor] = []
+    stack = [v for k, v in named.items() if k.startswith(prefix)]
+    while stack:
+        value = stack.pop(0)
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            stack = list(value) + stack
+    return found
+
+
+def _numel(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() for t in tensors)
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# ------------------------------------------------------------------------------------------------- in the driver
+
+
+def read_log(log: str, rank: int) -> list[Event]:
+    """The events of one rank. The log was written in a process that ran student code, so nothing in it is trusted.
+
+    Raises:
+        ValueError: a line is not what `Log` writes.
+    """
+    events: dict[int, Event] = {}
+    for order, line in enumerate(log.splitlines()):
+        try:
+            kind, index, *rest = json.loads(line)
+            if kind == "op":
+                op, api, nbytes, numel, dtype, group, peer, is_async, sent, tag, where, code, start = rest
+                events[int(index)] = Event(
+                    rank, int(index), str(op), str(api), int(nbytes), int(numel), str(dtype),
+                    tuple(int(r) for r in group), None if peer is None else int(peer), bool(is_async), int(sent),
+                    int(tag), str(where), str(code), float(start), order,
+                )  # fmt: skip
+            elif kind in ("case", "span"):
+                text, now = rest
+                events[int(index)] = Event(
+                    rank, int(index), kind, str(text), 0, 0, "", (), None, False, 0, 0, "", "", float(now), order, float(now)
+                )  # fmt: skip
+            elif kind == "end":
+                events[int(index)].end = float(rest[0])
+            elif kind == "wait":
+                events[int(index)].wait, events[int(index)].wait_order = float(rest[0]), order
+            elif kind == "done":
+                events[int(index)].done, events[int(index)].done_order = float(rest[0]), order
+            elif kind != "forbidden":
+                raise ValueError(kind)
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            raise ValueError(f"line {order + 1} of the log of rank {rank} is not a log line: {error}") from None
+    return [events[index] for index in sorted(events)]
+
+
+def match_messages(events: Iterable[Event]) -> tuple[list[tuple[Event, Event]], list[Event]]:
+    """Pairs each send with its receive: per (from, to, group, tag) in order, as gloo and NCCL do.
+
+    Returns:
+        The pairs, and the sends and receives that have no other end.
+    """
+    sends: dict[tuple, list[Event]] = defaultdict(list)
+    recvs: dict[tuple, list[Event]] = defaultdict(list)
+    anys: list[Event] = []
+    for e in events:
+        if e.op == "send":
+            sends[(e.rank, e.peer, e.group, e.tag)].append(e)
+        elif e.op == "recv" and e.peer is None:
+            anys.append(e)
+        elif e.op == "recv":
+            recvs[(e.peer, e.rank, e.group, e.tag)].append(e)
+    pairs, alone = [], []
+    for key in sends.keys() | recvs.keys():
+        s, r = sends[key], recvs[key]
+        pairs += zip(s, r, strict=False)
+        alone += s[len(r) :] + r[len(s) :]
+    for e in anys:  # a receive from any source takes a send that nobody else takes
+        taker = next((s for s in alone if s.op == "send" and s.peer == e.rank and s.group == e.group), None)
+        if taker:
+            alone.remove(taker)
+            pairs.append((taker, e))
+        else:
+            alone.append(e)
+    order = lambda e: (e.rank, e.index)  # noqa: E731
+    return sorted(pairs, key=lambda pair: order(pair[0])), sorted(alone, key=order)
+
+
+def rounds(events: Iterable[Event]) -> int:
+    """Length of the longest path of messages, in rounds.
+
+    In one round a rank can send one message and receive one (both at once). A message leaves when its sender has
+    reached it in program order, so messages that are posted together still leave one a round. This is the number that
+    T = rounds * (alpha + bytes / bandwidth) counts.
+    """
+    events = [e for e in events if e.is_message]
+    receive_of = {id(s): r for s, r in match_messages(events)[0]}
+    send_of = {id(r): s for s, r in match_messages(events)[0]}
+    # Each rank's program: it posts a message, and at some later point (at once, if the call blocks) has waited for it.
+    program: dict[int, list[tuple[int, str, Event]]] = defaultdict(list)
+    for e in events:
+        program[e.rank].append((e.order, "post", e))
+        if e.done_order is not None:
+            program[e.rank].append((e.done_order, "wait", e))
+    for steps in program.values():
+        steps.sort(key=lambda step: step[0])
+    clock = dict.fromkeys(program, 0)
+    send_port, recv_port = dict.fromkeys(program, 0), dict.fromkeys(program, 0)
+    arrival: dict[int, int] = {}  # id of a send -> round after which its message has arrived
+    finish: dict[int, int] = {}  # id of an event -> round after which it is complete
+    posted: dict[int, int] = {}
+
+    def settle(recv: Event) -> None:
+        send = send_of.get(id(recv))
+        if send is not None and id(send) in arrival and id(recv) in posted and id(recv) not in finish:
+            port = recv_port[recv.rank] = max(posted[id(recv)], recv_port[recv.rank]) + 1
+            finish[id(recv)] = max(port, arrival[id(send)])
+            recv_port[recv.rank] = finish[id(recv)]
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, steps in program.items():
+            while steps:
+                _, what, e = steps[0]
+                if what == "post" and e.op == "send":
+                    send_port[rank] = max(clock[rank], send_port[rank]) + 1
+                    arrival[id(e)] = finish[id(e)] = send_port[rank]
+                    if id(e) in receive_of:
+                        settle(receive_of[id(e)])
+                elif what == "post":
+                    posted[id(e)] = clock[rank]
+                    settle(e)
+                elif id(e) in finish:
+                    clock[rank] = max(clock[rank], finish[id(e)])
+                elif id(e) in send_of:
+                    break  # waits for a message whose sender has not got there yet
+                steps.pop(0)
+                moved = True
+    return max(finish.values(), default=0)

@@ -1,0 +1,230 @@
+"""One rank: a forked process that runs a function with the recorder on, then waits to be ended by the agent.
+
+Nothing of this module runs in the driver. What a rank hands back is files in the job's folder: its log (`ledger.Log`),
+its outcome as JSON, and its return value as tensors and plain values that `torch.load(weights_only=True)` reads.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import json
+import mmap
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autograder.lab import ledger
+
+MAX_RESULT = 256 * 2**20  # bytes of one rank's return value
+STACK = "stack-{}.txt"
+LOG = "log-{}.jsonl"
+OUTCOME = "outcome-{}.json"
+RESULT = "result-{}.pt"
+ARGS = "args-{}.pkl"
+
+
+class RankContext:
+    """What a function run by `ranks.run` gets as its first argument.
+
+    Attributes:
+        rank, world_size: of this process in the default group.
+        device: where this rank's tensors live: "cpu", or its own GPU under NCCL.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: str, recorder: ledger.Recorder, student: str | None) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._recorder, self._student_file, self._student = recorder, student, None
+
+    @property
+    def student(self) -> types.ModuleType:
+        """The student's module, loaded on first use, in this process only."""
+        if self._student is None:
+            if self._student_file is None:
+                raise ValueError("this run was started without a student's file")
+            self._student = load_module(Path(self._student_file))
+        return self._student
+
+    def case(self, text: str) -> None:
+        """Say which case of a check begins; a failure then names it."""
+        self._recorder.mark("case", text)
+
+    @contextlib.contextmanager
+    def span(self, text: str) -> Iterator[None]:
+        """Mark a piece of work (a layer's forward, say) in the order of events and in the timeline."""
+        index = self._recorder.mark("span", text)
+        try:
+            yield
+        finally:
+            self._recorder.log.write("done", index, self._recorder.log.now())
+
+    def group(self, ranks: list[int]) -> dist.ProcessGroup | None:
+        """A subgroup of these global ranks. Every rank calls it; a rank outside gets None."""
+        group = dist.new_group(ranks)
+        return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
+
+
+def load_module(path: Path) -> types.ModuleType:
+    """Import a file by path. Its own folder and its sibling modules' folders can be imported from."""
+    for folder in sorted(path.parent.parent.glob("[0-9][0-9]_*")) + [path.parent]:
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
+    """Runs in the fork and never returns: the process is ended by the agent, or by itself with `os._exit`."""
+    folder = Path(job["folder"])
+    log = None
+    try:
+        _become_a_rank(folder, rank, output_fd, job["memory_limit"])
+        log_fd = os.open(folder / LOG.format(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = ledger.Log(log_fd, memory, rank, job["clock0"])
+        log.state(ledger.RUNNING)
+        fn, args, refuse, roots = _take_arguments(folder, rank)
+        recorder = ledger.Recorder(log, tuple(roots), refuse)
+        recorder.install()
+        device = _join_group(job, rank, folder, log)
+        context = RankContext(rank, job["world_size"], device, recorder, job["student"])
+        threads = set(threading.enumerate())
+        with recorder:
+            value = fn(context, *_to(args, device))
+        left = [f"thread {t.name!r}" for t in threading.enumerate() if t not in threads and t.is_alive()]
+        _save(value, folder / RESULT.format(rank))
+        _write_json(folder / OUTCOME.format(rank), {"left": left})
+        log.state(ledger.DONE)
+    except BaseException as error:
+        _write_json(folder / OUTCOME.format(rank), _describe_error(error, job))
+        if log is None:
+            os._exit(1)
+        log.state(ledger.FAILED)
+    # Stay: a rank that exits closes its connections, and the others would see an error instead of a missing message.
+    while True:
+        time.sleep(3600)
+
+
+def _become_a_rank(folder: Path, rank: int, output_fd: int, memory_limit: int | None) -> None:
+    os.setsid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: do not outlive the agent (Linux)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (output_fd, 1), (output_fd, 2)):
+        os.dup2(source, target)
+    os.closerange(3, 1024)  # the agent's own connections are none of a rank's business
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_limit:
+        with contextlib.suppress(OSError, ValueError):
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + memory_limit,) * 2)
+    stack = os.open(folder / STACK.format(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.enable(stack, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    torch.set_num_threads(1)
+
+
+def _take_arguments(folder: Path, rank: int) -> tuple:
+    """Unpickle what the driver sent (trusted: it flows into the rank only) and remove it before student code runs."""
+    path = folder / ARGS.format(rank)
+    payload = pickle.loads(path.read_bytes())
+    path.unlink()
+    return payload
+
+
+def _join_group(job: dict, rank: int, folder: Path, log: ledger.Log) -> str:
+    device = "cpu"
+    if job["backend"] == "nccl":
+        device = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    log.state(ledger.WAITING)
+    store = dist.FileStore(str(folder / "store"), job["world_size"])
+    dist.init_process_group(job["backend"], store=store, rank=rank, world_size=job["world_size"])
+    log.state(ledger.RUNNING)
+    return device
+
+
+def _to(value: object, device: str) -> object:
+    if device == "cpu":
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        return type(value)(_to(v, device) for v in value)
+    if isinstance(value, dict):
+        return {k: _to(v, device) for k, v in value.items()}
+    return value
+
+
+class _Plain:
+    """Turns a return value into tensors and plain values; anything else becomes the text of what it is."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __call__(self, value: object, depth: int = 0) -> object:
+        if depth > 50:
+            return {"__unexpected__": "nested more than 50 deep"}
+        if isinstance(value, torch.Tensor):
+            self.bytes += value.numel() * value.element_size()
+            if self.bytes > MAX_RESULT:
+                raise ValueError(f"the return value is larger than {MAX_RESULT // 2**20} MiB")
+            return value.detach().cpu().as_subclass(torch.Tensor).clone()
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or type(value) in (bool, int, float, torch.dtype):
+            return value
+        if isinstance(value, str):
+            return str(value)[:100_000]
+        if isinstance(value, list | tuple):
+            return [self(v, depth + 1) for v in value]
+        if isinstance(value, dict):
+            return {str(k): self(v, depth + 1) for k, v in value.items()}
+        return {"__unexpected__": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+def _save(value: object, path: Path) -> None:
+    torch.save(_Plain()(value), path)
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value))
+
+
+def _describe_error(error: BaseException, job: dict) -> dict:
+    """Type, message and the student's part of the traceback."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(tuple(job["roots"]))]
+    try:
+        message = str(error)[:4000]
+    except Exception:
+        message = "(its message could not be printed)"
+    described = {
+        "type": type(error).__name__,
+        "message": message,
+        "frames": [[Path(f.filename).name, f.lineno, f.name, (f.line or "").strip()[:160]] for f in own],
+        "forbidden": isinstance(error, ledger.Forbidden),
+        "not_implemented": isinstance(error, NotImplementedError),
+    }
+    if isinstance(error, SyntaxError) and error.filename and error.filename.startswith(tuple(job["roots"])):
+        described["frames"] = [[Path(error.filename).name, error.lineno or 0, "", (error.text or "").strip()[:160]]]
+        described["message"] = error.msg
+    return described

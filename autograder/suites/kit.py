@@ -1,0 +1,208 @@
+"""What all suites share: describing a module, saying what a check found, comparing values and traffic.
+
+A suite is a pytest file with a `MODULE` and functions marked with `check`. Each check gets the fixture `ranks`, which
+runs a function on ranks with the student's file loaded there, and compares what comes back here, in the driver.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from autograder.lab.findings import Finding
+from autograder.lab.ledger import Event
+from autograder.lab.ranks import Only, Run
+
+P2P_ONLY = Only(
+    frozenset({"send", "recv"}), "build it from send, recv, isend, irecv and batch_isend_irecv"
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem of a module.
+
+    Args:
+        name: as in the student's file and in `-k`.
+        points: of the module's 100; shared among the problem's checks by their weights.
+        title: one line.
+        section: heading in the module's lecture.
+    """
+
+    name: str
+    points: float
+    title: str
+    section: str
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module of the course: what is handed in and what it is worth.
+
+    Args:
+        name: the folder's name, "01_collectives".
+        title: one line.
+        files: the student's files that are taken, the module's own .py first.
+        problems: in the order of the worksheet; their points add up to 100.
+        refuse: which calls are not allowed (see `Only`).
+        timeout: seconds for one run on ranks.
+    """
+
+    name: str
+    title: str
+    files: Sequence[str]
+    problems: Sequence[Problem]
+    refuse: Callable[[str, str], str | None] | None = None
+    timeout: float = 10.0
+
+    def problem(self, name: str) -> Problem:
+        return next(p for p in self.problems if p.name == name)
+
+
+def check(problem: str, title: str, weight: float = 1.0) -> Callable:
+    """Mark a pytest function as a check of a problem.
+
+    Args:
+        problem: its name.
+        title: what must be true, as a sentence: it heads the message when it is not.
+        weight: share of the problem's points.
+    """
+    return pytest.mark.check(problem, title, weight)
+
+
+class CheckFailed(Finding):
+    """A check's expectation that does not hold."""
+
+
+def fail(
+    *,
+    expected: str,
+    found: str,
+    case: str | None = None,
+    line: Event | str | None = None,
+    perhaps: str | None = None,
+) -> None:
+    """End a check: say what was expected and found, on which line of the student's, and the likely misconception."""
+    if isinstance(line, Event):
+        line = f"{line.where}   {line.code}" if line.where else None
+    facts = [("case", case), ("expected", expected), ("found", found), ("your line", line), ("perhaps", perhaps)]
+    raise CheckFailed("failed", "", [(label, text) for label, text in facts if text])
+
+
+# --------------------------------------------------------------------------------------------------------- values
+
+
+@dataclass(frozen=True)
+class Expect:
+    """What one rank should hand back for one case.
+
+    Args:
+        values: the tensor, computed in float64 or int64 by one process.
+        dtype: the dtype asked for.
+        terms: how many numbers were added up for one element: sets the tolerance.
+        magnitude: largest sum of absolute values behind an element; the values' own by default.
+    """
+
+    values: torch.Tensor
+    dtype: torch.dtype
+    terms: int = 1
+    magnitude: float | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """Largest rounding error that adding `terms` numbers in any order can make."""
+        if not self.dtype.is_floating_point:
+            return 0.0
+        size = self.magnitude
+        if size is None:
+            size = float(self.values.abs().max()) if self.values.numel() else 0.0
+        return self.terms * torch.finfo(self.dtype).eps * size
+
+
+def difference(found: object, expect: Expect) -> tuple[str, str] | None:
+    """(expected, found) in words where a value is not what it should be; None where it is."""
+    wanted = expect.values
+    shape, dtype = list(wanted.shape), str(expect.dtype).removeprefix("torch.")
+    if not isinstance(found, torch.Tensor):
+        return f"a tensor of shape {shape}", _what(found)
+    if list(found.shape) != shape:
+        return f"shape {shape}", f"shape {list(found.shape)}"
+    if found.dtype != expect.dtype:
+        return f"dtype {dtype}", f"dtype {str(found.dtype).removeprefix('torch.')}"
+    exact = not expect.dtype.is_floating_point
+    got = found if exact else found.double()
+    ref = wanted.to(expect.dtype) if exact else wanted.double()
+    wrong = (got != ref) if exact else ~((got - ref).abs() <= expect.tolerance)
+    if not bool(wrong.any()):
+        return None
+    if wanted.numel() <= 8:
+        return _numbers(ref), _numbers(got)
+    at = tuple(int(i) for i in wrong.nonzero()[0])
+    where = at[0] if len(at) == 1 else at
+    return (
+        f"{_number(ref[at])} at element {where}",
+        f"{_number(got[at])} ({int(wrong.sum())} of {wanted.numel()} elements are wrong)",
+    )
+
+
+def _what(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, dict) and "__unexpected__" in value:
+        return f"a {value['__unexpected__']}"
+    text = repr(value)
+    return f"{type(value).__name__} {text[:60]}"
+
+
+def _number(value: torch.Tensor) -> str:
+    return f"{value.item():.6g}" if value.dtype.is_floating_point else str(value.item())
+
+
+def _numbers(tensor: torch.Tensor) -> str:
+    return "[" + ", ".join(_number(v) for v in tensor.flatten()) + "]" if tensor.ndim <= 1 else str(tensor.tolist())
+
+
+# -------------------------------------------------------------------------------------------------------- traffic
+
+
+def expect_nothing_left(run: Run) -> None:
+    """Every operation was waited for, and no thread or process was left running."""
+    for event in run.unwaited():
+        verb = "receives" if event.op == "recv" else "sends"
+        fail(
+            expected="every isend and irecv waited for before the function returns",
+            found=f"rank {event.rank} {verb} without waiting ({event})",
+            line=event,
+            perhaps="the work that isend, irecv or batch_isend_irecv returns was dropped; call .wait() on each",
+        )
+    if run.left:
+        fail(expected="nothing left running", found="; ".join(run.left))
+
+
+def messages(events: Iterable[Event], rank: int, op: str = "send") -> list[Event]:
+    """The sends (or receives) of one rank that carry anything."""
+    return [e for e in events if e.rank == rank and e.op == op and e.numel > 0]
+
+
+# --------------------------------------------------------------------------------------------------- plain numbers
+
+
+def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[str, str] | None:
+    """(expected, found) in words where a number, a tuple of numbers or a "ValueError" is not as wanted."""
+    if isinstance(wanted, tuple):
+        if not isinstance(found, list) or len(found) != len(wanted):
+            return f"{len(wanted)} numbers", _what(found)
+        for f, w in zip(found, wanted, strict=True):
+            if numbers_agree(f, w, rtol):
+                return str(wanted), str(tuple(found))
+        return None
+    if isinstance(found, torch.Tensor) and found.numel() == 1:
+        found = found.item()
+    if wanted == "ValueError":
+        return None if found == "ValueError" else ("a ValueError", _what(found))
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return f"{wanted:.9g}", "a ValueError" if found == "ValueError" else _what(found)
+    if abs(found - wanted) <= rtol * abs(wanted):
+        return None
+    return f"{wanted:.9g}", f"{found:.9g}"

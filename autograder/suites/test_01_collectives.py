@@ -1,0 +1,758 @@
+"""The public checks of module 01: collectives built from messages between two ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from autograder.lab import ledger
+from autograder.lab.ranks import PerRank, Run
+from autograder.suites.kit import (
+    P2P_ONLY,
+    Expect,
+    Module,
+    Problem,
+    check,
+    difference,
+    expect_nothing_left,
+    fail,
+    messages,
+    numbers_agree,
+)
+
+MODULE = Module(
+    "01_collectives",
+    "Collectives from messages between two ranks",
+    files=["collectives.py"],
+    problems=[
+        Problem("broadcast", 10, "Broadcast along a tree", "Broadcast"),
+        Problem("scatter_gather", 10, "Scatter and gather", "Scatter and gather"),
+        Problem("reduce", 10, "Reduce to one rank", "Reduce"),
+        Problem("ring_all_gather", 12, "All-gather around a ring", "Ring all-gather"),
+        Problem("ring_reduce_scatter", 12, "Reduce-scatter around a ring", "Ring reduce-scatter"),
+        Problem("ring_all_reduce", 14, "All-reduce around a ring", "Ring all-reduce"),
+        Problem("all_to_all", 10, "All-to-all with uneven sizes", "All-to-all"),
+        Problem("recursive_doubling_all_reduce", 12, "All-reduce in few rounds", "Recursive doubling"),
+        Problem("accounting", 10, "What a collective costs", "Accounting"),
+    ],
+    refuse=P2P_ONLY,
+)
+
+# ------------------------------------------------------------------------------------------------ cases and calls
+
+# What every values check runs through: dtype and shape of one rank's tensor (of one chunk, where there are chunks).
+SHAPES = [
+    (torch.float32, (4,)),
+    (torch.float64, (7,)),
+    (torch.bfloat16, (3, 5)),
+    (torch.int64, (1,)),
+    (torch.float32, (0,)),
+    (torch.float32, (2, 3, 2)),
+]
+WORLD_SIZES = (2, 3, 4, 5, 1)
+
+
+@dataclass
+class Call:
+    """One call of a collective on p ranks: what each rank passes, and what its arguments must hold afterwards.
+
+    Args:
+        name: shown in messages.
+        arguments: item r is the list of positional arguments of rank r, without the group.
+        expect: item r goes with them: an `Expect`, a list of `Expect`s for a list of tensors, or None.
+        kept: positions of arguments that are only read, on every rank.
+    """
+
+    name: str
+    arguments: list[list]
+    expect: list[list]
+    kept: set[int] = field(default_factory=set)
+
+
+def run_calls(context, function: str, names: list[str], calls: list[list], members: list[int] | None) -> list:  # noqa: ANN001
+    """On a rank: make the calls one after the other, and hand back the arguments as they are afterwards."""
+    group = context.group(members) if members else None
+    after = []
+    for name, arguments in zip(names, calls, strict=True):
+        if arguments is None:  # this rank is outside the group
+            after.append(None)
+            continue
+        context.case(name)
+        returned = getattr(context.student, function)(*arguments, group)
+        after.append([returned, *arguments])
+    return after
+
+
+class Draw:
+    """Random tensors of one dtype, shape and layout."""
+
+    def __init__(self, rng: torch.Generator, dtype: torch.dtype, shape: tuple[int, ...], layout: str = "") -> None:
+        self.rng, self.dtype, self.shape, self.layout = rng, dtype, shape, layout
+
+    def __call__(self, rows: int = 1, length: int | None = None) -> torch.Tensor:
+        """One tensor; with `rows`, that many times as long in the first dimension; with `length`, exactly so long."""
+        shape = (self.shape[0] * rows if length is None else length, *self.shape[1:])
+        if self.dtype.is_floating_point:
+            values = torch.randn(shape, generator=self.rng, dtype=torch.float64).to(self.dtype)
+        else:
+            values = torch.randint(-100, 100, shape, generator=self.rng).to(self.dtype)
+        if self.layout == "strided":
+            return torch.stack([values, torch.zeros_like(values)], dim=-1)[..., 0]
+        if self.layout == "transposed":
+            return values.transpose(0, -1).contiguous().transpose(0, -1)
+        return values
+
+    def __str__(self) -> str:
+        text = f"{str(self.dtype).removeprefix('torch.')} of shape {list(self.shape)}"
+        return f"{text}, {self.layout} (not contiguous)" if self.layout else text
+
+
+def as_is(tensor: torch.Tensor) -> Expect:
+    """The values that a tensor has now, exactly."""
+    return Expect(tensor.clone(), tensor.dtype, terms=0)
+
+
+def total(tensors: list[torch.Tensor]) -> Expect:
+    """The sum of tensors, computed in float64 (int64 for integers), with the rounding that any order may have."""
+    wide = [t.double() if t.dtype.is_floating_point else t for t in tensors]
+    magnitude = float(sum(t.abs() for t in wide).max()) if wide[0].numel() else 0.0
+    return Expect(sum(wide), tensors[0].dtype, terms=len(tensors), magnitude=magnitude)
+
+
+def rows(expect: Expect, first: int, count: int) -> Expect:
+    return Expect(expect.values[first : first + count], expect.dtype, expect.terms, expect.magnitude)
+
+
+def broadcast_call(draw: Draw, members: list[int], root: int) -> Call:
+    tensors = [draw() for _ in members]
+    return Call(
+        f"{draw}, src={members[root]}",
+        [[t, members[root]] for t in tensors],
+        [[as_is(tensors[root]), None] for _ in members],
+    )
+
+
+def scatter_call(draw: Draw, members: list[int], root: int) -> Call:
+    chunks = [draw() for _ in members]
+    arguments = [[draw(), None, members[root]] for _ in members]
+    expect = [[as_is(chunk), None, None] for chunk in chunks]
+    arguments[root][1], expect[root][1] = chunks, [as_is(c) for c in chunks]
+    return Call(f"{draw}, src={members[root]}", arguments, expect, kept={1})
+
+
+def gather_call(draw: Draw, members: list[int], root: int) -> Call:
+    chunks = [draw() for _ in members]
+    arguments = [[chunk, None, members[root]] for chunk in chunks]
+    expect = [[as_is(chunk), None, None] for chunk in chunks]
+    arguments[root][1], expect[root][1] = [draw() for _ in members], [as_is(c) for c in chunks]
+    return Call(f"{draw}, dst={members[root]}", arguments, expect, kept={0})
+
+
+def reduce_call(draw: Draw, members: list[int], root: int) -> Call:
+    tensors = [draw() for _ in members]
+    expect = [[as_is(t), None] for t in tensors]
+    expect[root][0] = total(tensors)
+    return Call(f"{draw}, dst={members[root]}", [[t, members[root]] for t in tensors], expect)
+
+
+def all_gather_call(draw: Draw, members: list[int], root: int) -> Call:
+    chunks = [draw() for _ in members]
+    whole = Expect(torch.cat(chunks), draw.dtype, terms=0)
+    return Call(
+        str(draw), [[draw(len(members)), c] for c in chunks], [[whole, as_is(c)] for c in chunks], kept={1}
+    )
+
+
+def reduce_scatter_call(draw: Draw, members: list[int], root: int) -> Call:
+    summands = [draw(len(members)) for _ in members]
+    whole, m = total(summands), draw.shape[0]
+    expect = [[rows(whole, r * m, m), as_is(s)] for r, s in enumerate(summands)]
+    return Call(str(draw), [[draw(), s] for s in summands], expect, kept={1})
+
+
+def all_reduce_call(draw: Draw, members: list[int], root: int) -> Call:
+    tensors = [draw() for _ in members]
+    return Call(str(draw), [[t] for t in tensors], [[total(tensors)] for _ in members])
+
+
+def all_to_all_call(draw: Draw, members: list[int], root: int) -> Call:
+    """Tensor lengths differ from pair to pair; about a quarter are empty."""
+    p = len(members)
+    lengths = torch.randint(-1, 4, (p, p), generator=draw.rng).clamp(min=0) * min(draw.shape[0], 1)
+    table = [[draw(length=int(lengths[i, j])) for j in range(p)] for i in range(p)]
+    arguments = [[[draw(length=int(lengths[i, r])) for i in range(p)], table[r]] for r in range(p)]
+    expect = [[[as_is(table[i][r]) for i in range(p)], [as_is(t) for t in table[r]]] for r in range(p)]
+    name = f"{draw.dtype}"[6:] + f", lengths {lengths.tolist()}" + (f", {draw.layout}" if draw.layout else "")
+    return Call(name, arguments, expect, kept={1})
+
+
+CALLS: dict[str, Callable[[Draw, list[int], int], Call]] = {
+    "broadcast": broadcast_call,
+    "scatter": scatter_call,
+    "gather": gather_call,
+    "reduce": reduce_call,
+    "ring_all_gather": all_gather_call,
+    "ring_reduce_scatter": reduce_scatter_call,
+    "ring_all_reduce": all_reduce_call,
+    "all_to_all": all_to_all_call,
+    "recursive_doubling_all_reduce": all_reduce_call,
+}
+
+
+def make(ranks: Callable, function: str, calls: list[Call], world_size: int, members: list[int] | None = None) -> Run:
+    """Run the calls on ranks, compare what every argument holds afterwards, and hand back the run for more."""
+    places = members or list(range(world_size))
+    inputs = [
+        [call.arguments[places.index(r)] if r in places else None for call in calls] for r in range(world_size)
+    ]
+    before = [[_flat(call.arguments[i]) for call in calls] for i in range(len(places))]
+    before = [[[t.clone() for t in flat] for flat in mine] for mine in before]
+    run = ranks(run_calls, world_size, function, [c.name for c in calls], PerRank(inputs), members)
+    expect_nothing_left(run)
+    for number, call in enumerate(calls):
+        for i, rank in enumerate(places):
+            compare(function, call, number, rank, i, run, before[i][number])
+    return run
+
+
+def _flat(arguments: list) -> list[torch.Tensor]:
+    found = []
+    for a in arguments:
+        found += a if isinstance(a, list) else [a] if isinstance(a, torch.Tensor) else []
+    return found
+
+
+def compare(function: str, call: Call, number: int, rank: int, i: int, run: Run, before: list) -> None:
+    """One rank's arguments after one call, against what they must be."""
+    returned, *after = run.values[rank][number]
+    where = f"on rank {rank}"
+    if returned is not None and not (isinstance(returned, torch.Tensor) and returned.numel() == 0):
+        what = "a tensor" if isinstance(returned, torch.Tensor) else f"a {type(returned).__name__}"
+        fail(
+            case=call.name,
+            expected="the result in the tensors that were passed, and nothing returned",
+            found=f"{what} returned {where}",
+            perhaps="the result is in a new tensor; copy it into the one that was passed",
+        )
+    names = ARGUMENT_NAMES[function]
+    at = 0  # position in `before`, which holds all tensors of the arguments one after the other
+    for position, expect in enumerate(call.expect[i]):
+        several = isinstance(expect, list)
+        for k, one in enumerate(expect if several else [expect]):
+            if one is None:
+                continue
+            found = after[position][k] if several else after[position]
+            wrong = difference(found, one)
+            if wrong:
+                label = f"{names[position]}[{k}]" if several else names[position]
+                events = [e for e in run.in_case(number) if e.rank == rank]
+                fail(
+                    case=call.name,
+                    expected=f"{label} {where}: {wrong[0]}",
+                    found=wrong[1],
+                    line=events[-1] if events else None,
+                    perhaps=misconception(function, call, position, one, found, before[at], run, rank),
+                )
+            at += 1
+
+
+ARGUMENT_NAMES = {
+    "broadcast": ["tensor", "src"],
+    "scatter": ["tensor", "scatter_list", "src"],
+    "gather": ["tensor", "gather_list", "dst"],
+    "reduce": ["tensor", "dst"],
+    "ring_all_gather": ["output", "tensor"],
+    "ring_reduce_scatter": ["output", "tensor"],
+    "ring_all_reduce": ["tensor"],
+    "all_to_all": ["outputs", "inputs"],
+    "recursive_doubling_all_reduce": ["tensor"],
+}
+SUMS = ("reduce", "ring_reduce_scatter", "ring_all_reduce", "recursive_doubling_all_reduce")
+
+
+def misconception(
+    function: str, call: Call, position: int, expect: Expect, found: object, before: torch.Tensor, run: Run, rank: int
+) -> str | None:
+    """What a student may have thought, from how a value is wrong."""
+    if not isinstance(found, torch.Tensor) or found.shape != before.shape or found.dtype != before.dtype:
+        return None
+    unchanged = bool(torch.equal(found, before))
+    if expect.terms == 0 and position in call.kept or (function == "reduce" and expect.terms == 0):
+        return "this tensor is only read; add up in a copy of it"
+    if unchanged and "not contiguous" in call.name:
+        return "the values arrived in a contiguous copy, which was not copied back into the tensor that was passed"
+    if unchanged:
+        return "nothing was put into the tensor: assigning to the name only makes it mean another tensor; use copy_ or +="
+    if function in SUMS and expect.values.numel() and found.dtype.is_floating_point:
+        ratio = found.double().flatten()[0] / expect.values.double().flatten()[0]
+        for whole in (2, 3, 4, run.world_size, 1 / run.world_size):
+            if whole != 1 and abs(ratio - whole) < 1e-3:
+                return f"it is {whole:g} times the sum: something was added twice, or divided"
+        return "a summand is missing or was added twice; was a receive buffer used again before it was read?"
+    if function == "ring_all_gather":
+        return "which chunk arrives in which step? in step s, rank r receives the chunk of rank r - s - 1"
+    return None
+
+
+# ------------------------------------------------------------------------------------- what all collectives are asked
+
+
+def expect_values(ranks: Callable, rng: torch.Generator, function: str) -> None:
+    """Right on 1 to 5 ranks, in several dtypes and shapes, from every root."""
+    for p in WORLD_SIZES:
+        members = list(range(p))
+        calls = [
+            CALLS[function](Draw(rng, dtype, shape), members, (p - 1 + i) % p)
+            for i, (dtype, shape) in enumerate(SHAPES)
+        ]
+        make(ranks, function, calls, p)
+
+
+def expect_strided(ranks: Callable, rng: torch.Generator, function: str) -> None:
+    """Right for tensors that are not contiguous: every other element of a vector, a transposed matrix."""
+    for p in (2, 3):
+        members = list(range(p))
+        draws = [Draw(rng, torch.float64, (5,), "strided"), Draw(rng, torch.float32, (3, 4), "transposed")]
+        make(ranks, function, [CALLS[function](draw, members, p - 1) for draw in draws], p)
+
+
+def expect_subgroup(ranks: Callable, rng: torch.Generator, function: str) -> None:
+    """Right in a group of ranks 1, 3 and 4 of five, from each of them."""
+    members = [1, 3, 4]
+    calls = [CALLS[function](Draw(rng, torch.float64, (6,)), members, root) for root in range(3)]
+    for root, call in zip(members, calls, strict=True):
+        call.name += f", group of ranks {members}" if "=" in call.name else f", group of ranks {members} ({root})"
+    make(ranks, function, calls, 5, members)
+
+
+def one_call(
+    ranks: Callable, rng: torch.Generator, function: str, p: int, shape: tuple[int, ...], root: int = 0
+) -> tuple[Run, Call]:
+    """One float32 call whose values are right, for a look at its traffic."""
+    call = CALLS[function](Draw(rng, torch.float32, shape), list(range(p)), root)
+    return make(ranks, function, [call], p), call
+
+
+def log2_ceil(p: int) -> int:
+    return (p - 1).bit_length()
+
+
+# ----------------------------------------------------------------------------------------------------- broadcast
+
+
+@check("broadcast", "every rank ends with the source's tensor", weight=4)
+def test_broadcast_values(ranks, rng):
+    expect_values(ranks, rng, "broadcast")
+
+
+@check("broadcast", "a tensor that is not contiguous is filled in place", weight=1)
+def test_broadcast_strided(ranks, rng):
+    expect_strided(ranks, rng, "broadcast")
+
+
+@check("broadcast", "src is a global rank, in a subgroup too", weight=1)
+def test_broadcast_subgroup(ranks, rng):
+    expect_subgroup(ranks, rng, "broadcast")
+
+
+@check("broadcast", "p-1 messages, in at most log2 p rounds", weight=4)
+def test_broadcast_tree(ranks, rng):
+    for p, root in ((4, 0), (5, 3), (8, 1)):
+        run, call = one_call(ranks, rng, "broadcast", p, (6,), root)
+        sends = [e for r in range(p) for e in messages(run.events, r)]
+        if len(sends) != p - 1 or any(e.numel != 6 for e in sends):
+            fail(
+                case=call.name,
+                expected=f"{p - 1} messages of the whole tensor: each rank but the source gets it once",
+                found=f"{len(sends)} messages of {sorted({e.numel for e in sends})} elements",
+                line=sends[-1] if sends else None,
+            )
+        expect_rounds(run, call, log2_ceil(p), "every rank that has the tensor should pass it on in every round")
+
+
+def expect_rounds(run: Run, call: Call, most: int, advice: str) -> None:
+    found = ledger.rounds(run.events)
+    if found > most:
+        busiest = max(range(run.world_size), key=lambda r: len(messages(run.events, r)))
+        sent = messages(run.events, busiest)
+        fail(
+            case=call.name,
+            expected=f"at most {most} rounds on {run.world_size} ranks",
+            found=f"{found} rounds on the longest path; rank {busiest} alone sends {len(sent)} messages",
+            line=sent[-1],
+            perhaps=advice,
+        )
+
+
+# ------------------------------------------------------------------------------------------------ scatter, gather
+
+
+@check("scatter_gather", "scatter gives each rank its own tensor of the list", weight=3)
+def test_scatter_values(ranks, rng):
+    expect_values(ranks, rng, "scatter")
+
+
+@check("scatter_gather", "gather collects the tensors of all ranks on dst", weight=3)
+def test_gather_values(ranks, rng):
+    expect_values(ranks, rng, "gather")
+
+
+@check("scatter_gather", "scatter: tensors that are not contiguous, and a subgroup", weight=1)
+def test_scatter_strided(ranks, rng):
+    expect_strided(ranks, rng, "scatter")
+    expect_subgroup(ranks, rng, "scatter")
+
+
+@check("scatter_gather", "gather: tensors that are not contiguous, and a subgroup", weight=1)
+def test_gather_strided(ranks, rng):
+    expect_strided(ranks, rng, "gather")
+    expect_subgroup(ranks, rng, "gather")
+
+
+@check("scatter_gather", "only src sends, one chunk to each other rank", weight=1)
+def test_scatter_traffic(ranks, rng):
+    for p, root in ((4, 2), (3, 0)):
+        run, call = one_call(ranks, rng, "scatter", p, (6,), root)
+        expect_sends(run, call, {(root, to): [6] for to in range(p) if to != root}, "src sends each chunk to its owner")
+
+
+@check("scatter_gather", "each rank but dst sends once, to dst", weight=1)
+def test_gather_traffic(ranks, rng):
+    for p, root in ((4, 2), (3, 0)):
+        run, call = one_call(ranks, rng, "gather", p, (6,), root)
+        expect_sends(run, call, {(r, root): [6] for r in range(p) if r != root}, "each rank sends its tensor to dst")
+
+
+def expect_sends(run: Run, call: Call, wanted: dict[tuple[int, int], list[int]], rule: str) -> None:
+    """Exactly these messages: (from, to) -> elements of each message."""
+    found: dict[tuple[int, int], list] = {}
+    for rank in range(run.world_size):
+        for e in messages(run.events, rank):
+            found.setdefault((e.rank, e.peer), []).append(e)
+    for pair in wanted.keys() | found.keys():
+        sizes = [e.numel for e in found.get(pair, [])]
+        if sizes != wanted.get(pair, []):
+            fail(
+                case=call.name,
+                expected=f"{_sizes(wanted.get(pair, []))} from rank {pair[0]} to rank {pair[1]}: {rule}",
+                found=_sizes(sizes),
+                line=found[pair][-1] if pair in found else None,
+            )
+
+
+def _sizes(sizes: list[int]) -> str:
+    if not sizes:
+        return "no message"
+    return f"{len(sizes)} message{'s' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} elements"
+
+
+# -------------------------------------------------------------------------------------------------------- reduce
+
+
+@check("reduce", "dst ends with the sum, the other ranks' tensors are as they were", weight=5)
+def test_reduce_values(ranks, rng):
+    expect_values(ranks, rng, "reduce")
+
+
+@check("reduce", "a tensor that is not contiguous is summed in place", weight=1)
+def test_reduce_strided(ranks, rng):
+    expect_strided(ranks, rng, "reduce")
+
+
+@check("reduce", "dst is a global rank, in a subgroup too", weight=1)
+def test_reduce_subgroup(ranks, rng):
+    expect_subgroup(ranks, rng, "reduce")
+
+
+@check("reduce", "dst receives at most log2 p messages", weight=3)
+def test_reduce_traffic(ranks, rng):
+    for p, root in ((4, 1), (5, 0), (8, 7)):
+        run, call = one_call(ranks, rng, "reduce", p, (6,), root)
+        arriving = messages(run.events, root, "recv")
+        elements = sum(e.numel for e in arriving)
+        if elements > 6 * log2_ceil(p):
+            fail(
+                case=call.name,
+                expected=f"at most {log2_ceil(p)} tensors received by rank {root}, of {p} ranks",
+                found=f"{elements / 6:g} tensors in {len(arriving)} messages",
+                line=arriving[-1],
+                perhaps="every rank sends straight to dst, which then does all the adding; let others add up first",
+            )
+
+
+# --------------------------------------------------------------------------------------------------------- rings
+
+
+def expect_ring(run: Run, call: Call) -> None:
+    """Everything that a rank sends goes to its right neighbour."""
+    p = run.world_size
+    for rank in range(p):
+        for e in messages(run.events, rank):
+            if e.peer != (rank + 1) % p:
+                fail(
+                    case=call.name,
+                    expected=f"rank {rank} sends to rank {(rank + 1) % p} only, its right neighbour",
+                    found=f"a message to rank {e.peer}",
+                    line=e,
+                    perhaps="the ring runs to rank (rank + 1) mod p; the left neighbour is received from",
+                )
+
+
+def expect_ring_steps(run: Run, call: Call, n: int) -> None:
+    """Each rank sends (p-1)·n elements in p-1 messages."""
+    p = run.world_size
+    for rank in range(p):
+        sent = messages(run.events, rank)
+        elements = sum(e.numel for e in sent)
+        if elements == (p - 1) * n and len(sent) == p - 1:
+            continue
+        whole = p > 2 and sent and all(e.numel == p * n for e in sent)
+        fail(
+            case=call.name,
+            expected=f"rank {rank} sends {p - 1} messages of {n} elements, {(p - 1) * n} in all (p = {p})",
+            found=f"{len(sent)} messages, {elements} elements in all",
+            line=sent[-1] if sent else None,
+            perhaps="the whole tensor travels in every step; only one chunk of it is new to the neighbour"
+            if whole
+            else None,
+        )
+
+
+@check("ring_all_gather", "every rank ends with all chunks in order, and its own as it was", weight=4)
+def test_ring_all_gather_values(ranks, rng):
+    expect_values(ranks, rng, "ring_all_gather")
+
+
+@check("ring_all_gather", "tensors that are not contiguous", weight=2)
+def test_ring_all_gather_strided(ranks, rng):
+    expect_strided(ranks, rng, "ring_all_gather")
+
+
+@check("ring_all_gather", "neighbours are neighbours in the group", weight=2)
+def test_ring_all_gather_subgroup(ranks, rng):
+    expect_subgroup(ranks, rng, "ring_all_gather")
+
+
+@check("ring_all_gather", "p-1 steps of one chunk, to the right neighbour only", weight=4)
+def test_ring_all_gather_traffic(ranks, rng):
+    for p in (4, 3):
+        run, call = one_call(ranks, rng, "ring_all_gather", p, (6,))
+        expect_ring(run, call)
+        expect_ring_steps(run, call, 6)
+
+
+@check("ring_reduce_scatter", "each rank ends with its chunk of the sum, and its input as it was", weight=4)
+def test_ring_reduce_scatter_values(ranks, rng):
+    expect_values(ranks, rng, "ring_reduce_scatter")
+
+
+@check("ring_reduce_scatter", "tensors that are not contiguous", weight=2)
+def test_ring_reduce_scatter_strided(ranks, rng):
+    expect_strided(ranks, rng, "ring_reduce_scatter")
+
+
+@check("ring_reduce_scatter", "neighbours are neighbours in the group", weight=2)
+def test_ring_reduce_scatter_subgroup(ranks, rng):
+    expect_subgroup(ranks, rng, "ring_reduce_scatter")
+
+
+@check("ring_reduce_scatter", "p-1 steps of one chunk, to the right neighbour only", weight=4)
+def test_ring_reduce_scatter_traffic(ranks, rng):
+    for p in (4, 3):
+        run, call = one_call(ranks, rng, "ring_reduce_scatter", p, (6,))
+        expect_ring(run, call)
+        expect_ring_steps(run, call, 6)
+
+
+@check("ring_all_reduce", "every rank ends with the sum, for any number of elements", weight=4)
+def test_ring_all_reduce_values(ranks, rng):
+    expect_values(ranks, rng, "ring_all_reduce")
+
+
+@check("ring_all_reduce", "a tensor that is not contiguous is summed in place", weight=2)
+def test_ring_all_reduce_strided(ranks, rng):
+    expect_strided(ranks, rng, "ring_all_reduce")
+
+
+@check("ring_all_reduce", "neighbours are neighbours in the group", weight=2)
+def test_ring_all_reduce_subgroup(ranks, rng):
+    expect_subgroup(ranks, rng, "ring_all_reduce")
+
+
+@check("ring_all_reduce", "at most 2(p-1)/p of the tensor's bytes per rank, to the right neighbour only", weight=6)
+def test_ring_all_reduce_traffic(ranks, rng):
+    for p, n in ((4, 1000), (3, 1000), (5, 1003)):
+        run, call = one_call(ranks, rng, "ring_all_reduce", p, (n,))
+        expect_ring(run, call)
+        for rank in range(p):
+            sent, limit = run.sent(rank), 2 * (p - 1) * (4 * n / p + 4 * (p - 1))
+            if sent > limit:
+                biggest = max(messages(run.events, rank), key=lambda e: e.nbytes)
+                fail(
+                    case=call.name,
+                    expected=f"rank {rank} sends about 2(p-1)/p · {4 * n} = {8 * n * (p - 1) / p:.0f} bytes (p = {p})",
+                    found=f"{sent} bytes, {sent / (4 * n):.2f} times the tensor",
+                    line=biggest,
+                    perhaps="the whole tensor travels in every step; cut it into p chunks and send one a step"
+                    if biggest.numel == n
+                    else "after the sums are complete, each chunk needs to be passed on p-1 times, no more",
+                )
+
+
+# ---------------------------------------------------------------------------------------------------- all-to-all
+
+
+@check("all_to_all", "outputs[i] is what rank i had for this rank", weight=4)
+def test_all_to_all_values(ranks, rng):
+    expect_values(ranks, rng, "all_to_all")
+
+
+@check("all_to_all", "tensors that are not contiguous", weight=1)
+def test_all_to_all_strided(ranks, rng):
+    expect_strided(ranks, rng, "all_to_all")
+
+
+@check("all_to_all", "the lists are in the order of the group's ranks", weight=1)
+def test_all_to_all_subgroup(ranks, rng):
+    expect_subgroup(ranks, rng, "all_to_all")
+
+
+@check("all_to_all", "each rank sends only what leaves it, straight to where it belongs", weight=4)
+def test_all_to_all_traffic(ranks, rng):
+    for p in (4, 3):
+        run, call = one_call(ranks, rng, "all_to_all", p, (4,))
+        wanted = {
+            (i, j): [call.arguments[i][1][j].numel()]
+            for i in range(p)
+            for j in range(p)
+            if i != j and call.arguments[i][1][j].numel()
+        }
+        expect_sends(run, call, wanted, "inputs[j] of rank i goes to rank j")
+
+
+# -------------------------------------------------------------------------------------------- recursive doubling
+
+
+@check("recursive_doubling_all_reduce", "every rank ends with the sum, whether or not p is a power of two", weight=4)
+def test_recursive_doubling_values(ranks, rng):
+    expect_values(ranks, rng, "recursive_doubling_all_reduce")
+
+
+@check("recursive_doubling_all_reduce", "a tensor that is not contiguous is summed in place", weight=2)
+def test_recursive_doubling_strided(ranks, rng):
+    expect_strided(ranks, rng, "recursive_doubling_all_reduce")
+
+
+@check("recursive_doubling_all_reduce", "partners are found by their rank in the group", weight=2)
+def test_recursive_doubling_subgroup(ranks, rng):
+    expect_subgroup(ranks, rng, "recursive_doubling_all_reduce")
+
+
+@check("recursive_doubling_all_reduce", "at most log2 p + 2 rounds", weight=4)
+def test_recursive_doubling_rounds(ranks, rng):
+    for p in (8, 4, 5):
+        run, call = one_call(ranks, rng, "recursive_doubling_all_reduce", p, (6,))
+        expect_rounds(
+            run, call, p.bit_length() - 1 + 2, "in each round, exchange with one partner only, twice as far as before"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- accounting
+
+
+def call_plain(context, function: str, argument_lists: list[list]) -> list:  # noqa: ANN001
+    """On a rank: call a function without communication; a ValueError becomes text."""
+    results = []
+    for arguments in argument_lists:
+        context.case(f"{function}({', '.join(map(repr, arguments))})")
+        try:
+            results.append(getattr(context.student, function)(*arguments))
+        except ValueError:
+            results.append("ValueError")
+    return results
+
+
+def expect_numbers(ranks: Callable, function: str, table: list[tuple[list, object]], perhaps: dict | None = None) -> None:
+    """Each row: arguments, and the number, tuple of numbers or "ValueError" that they must give."""
+    run = ranks(call_plain, 1, function, [arguments for arguments, _ in table])
+    for (arguments, wanted), found in zip(table, run.values[0], strict=True):
+        wrong = numbers_agree(found, wanted)
+        if wrong:
+            hint = next((h for key, h in (perhaps or {}).items() if key in map(str, arguments)), None)
+            fail(
+                case=f"{function}({', '.join(map(repr, arguments))})",
+                expected=wrong[0],
+                found=wrong[1],
+                perhaps=hint,
+            )
+
+
+def draw_int(rng: torch.Generator, low: int, high: int) -> int:
+    return int(torch.randint(low, high, (1,), generator=rng))
+
+
+@check("accounting", "bytes that one rank sends, for every collective", weight=3)
+def test_accounting_bytes_sent(ranks, rng):
+    table = []
+    for p in (1, 2, 3, draw_int(rng, 4, 100)):
+        s = 24 * p * draw_int(rng, 1, 10**6)
+        shares = {
+            "all_reduce": 2 * s * (p - 1) / p, "all_gather": s * (p - 1) / p, "reduce_scatter": s * (p - 1) / p,
+            "all_to_all": s * (p - 1) / p, "scatter": s * (p - 1) / p, "broadcast": s, "reduce": s, "gather": s / p,
+        }  # fmt: skip
+        table += [([op, s, p], wanted if p > 1 else 0) for op, wanted in shares.items()]
+    table.append((["all_reduced", 8, 2], "ValueError"))
+    hints = {
+        "all_reduce": "a reduce-scatter and an all-gather, each (p-1)/p of the tensor",
+        "all_gather": "nbytes is the full tensor, not one rank's shard",
+        "reduce_scatter": "nbytes is the full tensor, not one rank's shard",
+    }
+    expect_numbers(ranks, "bytes_sent", table, hints)
+
+
+@check("accounting", "bandwidth from a measured time, as in the published run on four GPUs", weight=2)
+def test_accounting_effective_bandwidth(ranks, rng):
+    s, p = 4 * 100 * 1024**2, 4
+    table = [(["all_reduce", s, p, t], 2 * s * 3 / 4 / t) for t in (1.60e-3, 1.50e-3, 1.38e-3)]
+    table += [(["reduce_scatter", 4 * s, p, t], 4 * s * 3 / 4 / t) for t in (2.61e-3, 2.47e-3, 2.39e-3)]
+    n, q = draw_int(rng, 1, 10**9), draw_int(rng, 2, 64)
+    table.append((["all_gather", n, q, 0.01], n * (q - 1) / q / 0.01))
+    hints = {"reduce_scatter": "the factor 2 of an all-reduce comes from its two halves; a reduce-scatter is one half"}
+    expect_numbers(ranks, "effective_bandwidth", table, hints)
+
+
+@check("accounting", "predicted time of ring, tree and recursive doubling", weight=3)
+def test_accounting_collective_time(ranks, rng):
+    alpha, bandwidth = 5e-6, 1e9 * draw_int(rng, 1, 900)
+    table = []
+    for p in (1, 2, 3, 4, 5, 8, draw_int(rng, 9, 500)):
+        s = draw_int(rng, 1, 10**9)
+        levels = log2_ceil(p)
+        fold = 1 if p & (p - 1) else 0
+        whole, chunk = alpha + s / bandwidth, alpha + s / p / bandwidth
+        growing = levels * alpha + (p - 1) / p * s / bandwidth
+        rows = [
+            ("ring", "all_reduce", 2 * (p - 1) * chunk), ("ring", "all_gather", (p - 1) * chunk),
+            ("ring", "reduce_scatter", (p - 1) * chunk), ("tree", "broadcast", levels * whole),
+            ("tree", "reduce", levels * whole), ("tree", "all_reduce", 2 * levels * whole),
+            ("recursive_doubling", "all_reduce", (levels + fold) * whole),
+            ("recursive_doubling", "all_gather", growing), ("recursive_doubling", "reduce_scatter", growing),
+        ]  # fmt: skip
+        table += [([op, s, p, alpha, bandwidth, algorithm], wanted) for algorithm, op, wanted in rows]
+    table += [
+        (["all_reduce", 8, 4, alpha, bandwidth, "star"], "ValueError"),
+        (["all_reduced", 8, 4, alpha, bandwidth, "ring"], "ValueError"),
+    ]
+    hints = {"ring": "each step of a ring pays alpha once and moves nbytes / p"}
+    expect_numbers(ranks, "collective_time", table, hints)
+
+
+@check("accounting", "latency and bandwidth fitted to measured messages", weight=2)
+def test_accounting_fit(ranks, rng):
+    table = []
+    for _ in range(3):
+        alpha, bandwidth = draw_int(rng, 1, 100) * 1e-6, draw_int(rng, 1, 1000) * 1e8
+        sizes = [2.0**k for k in range(4, 26, 3)]
+        table.append(([sizes, [alpha + s / bandwidth for s in sizes]], (alpha, bandwidth)))
+    table.append(([[1000.0, 1000.0], [1e-6, 2e-6]], "ValueError"))
+    expect_numbers(ranks, "fit_alpha_beta", table)
