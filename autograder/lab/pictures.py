@@ -343,7 +343,7 @@ def curves(
     units: tuple[str, str] = ("", ""),
 ) -> Figure:
     """Named lines over x. `log` names the logarithmic axes; a unit is "bytes", "seconds" or none."""
-    forms = {"": None, "bytes": _size, "seconds": _duration}
+    forms = {"": lambda value, _: f"{value:g}", "bytes": _size, "seconds": _duration}
     figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
     ax = figure.subplots()
     for i, (name, y) in enumerate(series.items()):
