@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,6 +18,8 @@ from matplotlib.ticker import FuncFormatter
 
 from autograder.lab import costs
 from autograder.lab.palette import FAINT, INK, KIND, RANK
+
+matplotlib.rcParams["svg.hashsalt"] = "pictures"  # the same picture is the same SVG, byte for byte
 
 WIDTH = 7.5  # inches: a notebook page
 TEXT = 9.5  # points: the smallest text in a picture
