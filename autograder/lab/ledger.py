@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
             path = frame.f_code.co_filename
             if path.startswith(self.roots):
                 break
-            if _is_library(path):
+            if is_library(path):
                 if fallback is None and f"{os.sep}torch{os.sep}distributed{os.sep}" in path:
                     api = frame.f_code.co_name if frame.f_code.co_name != "wrapper" else api
             elif fallback is None:
@@ -273,7 +273,7 @@ class Recorder(TorchDispatchMode):
         c10d._store_based_barrier = lambda *a, **k: recorder._waiting(None, lambda: barrier(*a, **k))
 
 
-def _is_library(path: str) -> bool:
+def is_library(path: str) -> bool:
     if path.startswith("<"):
         return path != BY_VALUE
     return path.startswith((_TORCH, _LAB, _STANDARD)) or "site-packages" in path

@@ -212,7 +212,10 @@ def _write_json(path: Path, value: dict) -> None:
 
 def _describe_error(error: BaseException, job: dict) -> dict:
     """Type, message and the student's part of the traceback."""
-    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(tuple(job["roots"]))]
+    own = [
+        f for f in traceback.extract_tb(error.__traceback__)
+        if f.filename.startswith(tuple(job["roots"])) and not ledger.is_library(f.filename)
+    ]  # fmt: skip
     try:
         message = str(error)[:4000]
     except Exception:

@@ -199,6 +199,9 @@ class _Agent:
         # All ranks are on this machine: do not depend on its host name or its network.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        # Huge pages for the heap (glibc): a fork copies page tables, and there are far fewer of them then.
+        environment.setdefault("PYTHONMALLOC", "malloc")
+        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=134217728")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "autograder.lab.agent", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -223,7 +226,8 @@ class _Agent:
             return None
 
     def close(self) -> None:
-        self.socket.close()
+        self.lines.close()
+        self.socket.close()  # the agent reads the end of its jobs, ends its ranks and then itself
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
