@@ -36,9 +36,7 @@ c.GenerateAssignment.preprocessors = [ClearSolutionFiles, *GenerateAssignment.pr
 c.ClearSolutions.code_stub = {"python": 'raise NotImplementedError("not implemented yet")'}
 
 # autograde copies the source's files over the submitted ones, solutions too, except for these.
-c.Autograde.exclude_overwriting = {
-    module: student_files(root / "solutions" / module) for module in modules(root)
-}
+c.Autograde.exclude_overwriting = {module: student_files(root / "solutions" / module) for module in modules(root)}
 
 c.Execute.timeout = 600  # seconds for one cell
 # nbgrader gives 0 to a cell that writes to stderr before its number; a warning must not cost points.

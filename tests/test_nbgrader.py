@@ -62,9 +62,7 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     module = tiny_course.MODULE
     folder = tiny_course.make(root)
     source = folder / "tiny.md"
-    source.write_text(
-        tiny_course.WORKSHEET.replace('score("square", points=20)', 'score("square", points=20) / 2')
-    )
+    source.write_text(tiny_course.WORKSHEET.replace('score("square", points=20)', 'score("square", points=20) / 2'))
     notebooks.build(source)
     tiny_course.nbgrader(root, f"generate_assignment {module}")
 
@@ -102,9 +100,7 @@ def test_the_reference_earns_all_the_half_done_half_and_the_skeleton_nothing(gra
 @pytest.mark.slow
 def test_the_graded_cells_are_the_newest_of_the_source(graded: Path) -> None:
     for student in ("skeleton", "reference", "forger"):
-        notebook = nbformat.read(
-            graded / "autograded" / student / tiny_course.MODULE / "tiny.ipynb", as_version=4
-        )
+        notebook = nbformat.read(graded / "autograded" / student / tiny_course.MODULE / "tiny.ipynb", as_version=4)
         sources = [cell.source for cell in notebook.cells if "nbgrader" in cell.metadata]
         assert sources[:2] == ['given.score("double", points=10)', 'given.score("square", points=20)']
 
@@ -142,18 +138,14 @@ def test_feedback_shows_each_score(graded: Path) -> None:
 @pytest.mark.slow
 def test_export_lists_the_scores(graded: Path) -> None:
     with (graded / "grades.csv").open() as file:
-        rows = {
-            row["student_id"]: (float(row["score"]), float(row["max_score"])) for row in csv.DictReader(file)
-        }
+        rows = {row["student_id"]: (float(row["score"]), float(row["max_score"])) for row in csv.DictReader(file)}
     assert rows == {"skeleton": (0, 35), "half": (10, 35), "reference": (30, 35), "forger": (0, 35)}
 
 
 @pytest.mark.parametrize(
     ("result", "points"),
     [("7.5", 7.5), ("0.0", 0), ("3", 3)]  # only these are read as numbers; the others earn all 10 points:
-    + [
-        (text, 10) for text in ("True", "None", "nan", "np.float64(2.0)", "(2.0, 10.0)", "tensor(2.)", "-1.0")
-    ],
+    + [(text, 10) for text in ("True", "None", "nan", "np.float64(2.0)", "(2.0, 10.0)", "tensor(2.)", "-1.0")],
 )
 def test_nbgrader_reads_only_a_plain_number_as_a_score(result: str, points: float) -> None:
     """Why `autograder.grade` returns a plain float, and why it is the last expression of a graded cell."""

@@ -76,9 +76,7 @@ def test_a_lecture_is_executed_in_its_folder_and_holds_nothing_of_the_machine(le
     assert notebooks.main(["--check", str(lecture)]) == 0
 
 
-def test_check_names_what_differs_and_ignores_outputs(
-    lecture: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_names_what_differs_and_ignores_outputs(lecture: Path, capsys: pytest.CaptureFixture[str]) -> None:
     built = lecture.with_suffix(".ipynb")
     assert "not built" in notebooks.difference(lecture)
     nbformat.write(notebooks.read(lecture), built)

@@ -58,6 +58,6 @@ def _unknown(kind: str, name: str, known: list[str], also: list[str] = ()) -> st
 
 
 def hidden_checks(chosen: tuple[Module, ...]) -> tuple[Path, ...]:
-    """The instructor's further checks of these modules: solutions/<module>/hidden_checks.py, where there is a checkout."""
+    """The instructor's further checks of these modules: solutions/<module>/hidden_checks.py, where they are there."""
     root = Path(__file__).parents[2] / "solutions"
     return tuple(f for m in chosen if (f := root / m.name / "hidden_checks.py").exists())

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from autograder.lab import agent_client
+
 PASSED, LOST, USAGE = 0, 1, 2
 
 app = typer.Typer(
@@ -36,8 +38,6 @@ def check(
     hidden: Annotated[bool, typer.Option("--hidden", help="With the instructor's hidden checks.")] = False,
 ) -> None:
     """Grade a submission. Exit status 0: every point earned; 1: some lost; 2: usage."""
-    from autograder.grading import catalog
-
     if backend not in ("gloo", "nccl"):
         raise _usage(f"--backend is gloo or nccl, not {backend!r}")
     if not submission.is_dir():
@@ -45,7 +45,10 @@ def check(
     for file in (json_file, html_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise _usage(f"there is no folder {file.absolute().parent} to write {file.name} to")
+    agent_client.start()  # it imports torch while this process does
     try:
+        from autograder.grading import catalog
+
         chosen = tuple(catalog.find_module(name) for name in modules or []) or catalog.modules()
         extra = catalog.hidden_checks(chosen) if hidden else ()
         while True:
@@ -65,7 +68,7 @@ def check(
         raise _usage(str(error)) from None
 
 
-def _check_once(chosen, submission, problem, seed, backend, extra):  # noqa: ANN001, ANN202
+def _check_once(chosen, submission, problem, seed, backend, extra):
     from autograder.grading import session, terminal
 
     with console.status("starting") as status:
@@ -77,7 +80,7 @@ def _check_once(chosen, submission, problem, seed, backend, extra):  # noqa: ANN
     return report
 
 
-def _wait_for_save(chosen, submission: Path) -> None:  # noqa: ANN001
+def _wait_for_save(chosen, submission: Path) -> None:
     from autograder.grading.submission import Submission
 
     found = Submission(submission)

@@ -19,10 +19,22 @@ def show(console: Console) -> int:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     rows = [
-        ("python", platform.python_version(), "ok" if sys.version_info >= (3, 11) else "3.11 or newer is needed"),
+        (
+            "python",
+            platform.python_version(),
+            "ok" if sys.version_info >= (3, 11) else "3.11 or newer is needed",
+        ),
         ("torch", torch.__version__, "ok"),
-        ("gloo", "yes" if dist.is_gloo_available() else "no", "ok" if dist.is_gloo_available() else "needed on a CPU"),
-        ("nccl", "yes" if dist.is_nccl_available() else "no", "usable" if gpus else "not usable: no GPU is visible"),
+        (
+            "gloo",
+            "yes" if dist.is_gloo_available() else "no",
+            "ok" if dist.is_gloo_available() else "needed on a CPU",
+        ),
+        (
+            "nccl",
+            "yes" if dist.is_nccl_available() else "no",
+            "usable" if gpus else "not usable: no GPU is visible",
+        ),
         ("GPUs", str(gpus), ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) or "not needed"),
         ("cores", str(cores), "ok" if cores > 1 else "one core: checks take longer"),
         ("sandbox", shutil.which("bwrap") or "no bwrap", "only for grading other people's files"),

@@ -23,9 +23,7 @@ from nbformat import NotebookNode
 LECTURES, WORKSHEETS = "lectures/*", "solutions/*/*"
 ALL = (LECTURES, WORKSHEETS)
 CELL_TIMEOUT_S = 600
-MAX_OUTPUT_BYTES = (
-    400_000  # of one cell: an SVG with a few thousand points; more belongs in a smaller picture
-)
+MAX_OUTPUT_BYTES = 400_000  # of one cell: an SVG with a few thousand points; more belongs in a smaller picture
 METADATA = {  # the same on every machine: no Python version, no jupytext version
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -42,9 +40,7 @@ def course_root() -> Path:
     for folder in [here, *here.parents, *Path(__file__).resolve().parents]:
         if (folder / "nbgrader_config.py").is_file():
             return folder
-    raise FileNotFoundError(
-        "no nbgrader_config.py in this folder or above it: run this inside the course's checkout"
-    )
+    raise FileNotFoundError("no nbgrader_config.py in this folder or above it: run this inside the course's checkout")
 
 
 def sources(root: Path, patterns: Sequence[str] = ALL) -> list[Path]:
@@ -176,9 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     """Build the named notebooks, or all; with --check, say which differ from their source and return 1."""
     parser = argparse.ArgumentParser(prog="python -m autograder.grading.notebooks", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a notebook differs")
-    parser.add_argument(
-        "paths", nargs="*", type=Path, metavar="PATH", help="a .md or .ipynb file; default: all"
-    )
+    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="a .md or .ipynb file; default: all")
     arguments = parser.parse_args(argv)
     named = [path.with_suffix(".md") for path in arguments.paths]
     for source in named:

@@ -28,7 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if KEY not in config.stash:
         seed = config.getoption("--seed")
         config.stash[KEY] = Grading(
-            Path(config.getoption("--submission")), new_seed() if seed is None else seed, config.getoption("--backend")
+            Path(config.getoption("--submission")),
+            new_seed() if seed is None else seed,
+            config.getoption("--backend"),
         )
 
 
@@ -73,7 +75,7 @@ class Grading:
         self.run = None
 
     @property
-    def submission(self):  # noqa: ANN201
+    def submission(self):
         from autograder.grading.submission import Submission
 
         if self._submission is None:
@@ -84,7 +86,7 @@ class Grading:
         if self._submission is not None:
             self._submission.close()
 
-    def file_of(self, module) -> Path:  # noqa: ANN001
+    def file_of(self, module) -> Path:
         """The student's staged file, once it is known that it can be loaded. Raises the module's fault otherwise."""
         if module.name not in self.faults:
             self.faults[module.name] = None
@@ -97,7 +99,7 @@ class Grading:
             raise self.faults[module.name]
         return self._files[module.name]
 
-    def _load(self, module) -> None:  # noqa: ANN001
+    def _load(self, module) -> None:
         from autograder.lab import ranks
 
         def load(context: object) -> None:
@@ -110,7 +112,7 @@ class Grading:
             title = failure.title.replace("the code raised ", "")
             raise Finding(failure.status, f"{name} cannot be loaded: {title}", failure.facts) from None
 
-    def record(self, item: pytest.Item, result) -> None:  # noqa: ANN001
+    def record(self, item: pytest.Item, result) -> None:
         module, problem = item.module.MODULE, item.get_closest_marker("check").args[0]
         self.results.setdefault((module.name, problem), []).append(result)
         self.on_result(result)
@@ -121,7 +123,7 @@ def is_check(item: pytest.Item) -> bool:
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest):  # noqa: ANN201
+def ranks(request: pytest.FixtureRequest):
     """`ranks(fn, world_size, *args)`: run a function on ranks that can load the student's file; returns the `Run`."""
     from autograder.lab import ranks as lab_ranks
 
@@ -142,7 +144,7 @@ def ranks(request: pytest.FixtureRequest):  # noqa: ANN201
 
 
 @pytest.fixture
-def rng(request: pytest.FixtureRequest):  # noqa: ANN201
+def rng(request: pytest.FixtureRequest):
     """A torch.Generator for random inputs: fresh every run, the same for the same --seed and check."""
     import torch
 
@@ -163,7 +165,7 @@ STARTED = pytest.StashKey[float]()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):  # noqa: ANN201
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
     if not is_check(item) or report.when == "teardown" or (report.when == "setup" and report.passed):
         return report
@@ -188,7 +190,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):  # noqa
     return report
 
 
-def _hints(grading: Grading, module, problem: str, name: str) -> list[tuple[str, str]]:  # noqa: ANN001
+def _hints(grading: Grading, module, problem: str, name: str) -> list[tuple[str, str]]:
     where = "" if str(grading.folder) == "assignments" else f" --submission {grading.folder}"
     return [
         ("again", f"autograder check {module.name} -k {name}{where} --seed {grading.seed}"),

@@ -87,11 +87,7 @@ def file_problems(text: str) -> Iterator[tuple[int, str]]:
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for number, line in enumerate(text.splitlines(), 1):
         marker = MARKER.match(line)
-        if (
-            marker
-            and marker[2] == "BEGIN"
-            and not any(f.lineno < number <= (f.end_lineno or 0) for f in functions)
-        ):
+        if marker and marker[2] == "BEGIN" and not any(f.lineno < number <= (f.end_lineno or 0) for f in functions):
             yield (
                 number,
                 "a solution region outside a function: its stub would raise when the file is imported",
@@ -106,17 +102,13 @@ def has_regions(text: str) -> bool:
 def student_files(folder: Path) -> list[str]:
     """The files in a module's folder that students edit, relative to it: those with solution regions."""
     files = (path for path in sorted(folder.rglob("*.py")) if path.name != "hidden_checks.py")
-    return [
-        path.relative_to(folder).as_posix() for path in files if has_regions(path.read_text(encoding="utf-8"))
-    ]
+    return [path.relative_to(folder).as_posix() for path in files if has_regions(path.read_text(encoding="utf-8"))]
 
 
 def modules(root: Path) -> list[str]:
     """The names of the modules that have a source folder."""
     folders = (root / "solutions").glob("*") if (root / "solutions").is_dir() else []
-    return sorted(
-        folder.name for folder in folders if folder.is_dir() and not folder.name.startswith((".", "_"))
-    )
+    return sorted(folder.name for folder in folders if folder.is_dir() and not folder.name.startswith((".", "_")))
 
 
 class ClearSolutionFiles(NbGraderPreprocessor):
@@ -133,11 +125,7 @@ class ClearSolutionFiles(NbGraderPreprocessor):
         for path in sorted(folder.rglob("*")):
             if path.suffix == ".py":
                 self.clear_file(path, f"{info['assignment']}/{path.relative_to(folder).as_posix()}")
-            elif (
-                path.is_file()
-                and path.suffix != ".ipynb"
-                and MISSPELT.search(path.read_text("utf-8", "replace"))
-            ):
+            elif path.is_file() and path.suffix != ".ipynb" and MISSPELT.search(path.read_text("utf-8", "replace")):
                 raise ReleaseError(f"{path.name}: holds a solution marker, and only .py files are cleared")
         return nb, resources
 
@@ -164,13 +152,9 @@ def source_problems(root: Path) -> list[str]:
             problems.append(f"{folder}: has no worksheet")
         python = [path for path in sorted(folder.rglob("*.py")) if path.name != "hidden_checks.py"]
         if python and not student_files(folder):
-            problems.append(
-                f"{folder}: no .py file has a solution region, so the solution would be released as it is"
-            )
+            problems.append(f"{folder}: no .py file has a solution region, so the solution would be released as it is")
         for path in python:
-            problems += [
-                f"{path}:{line}: {text}" for line, text in file_problems(path.read_text(encoding="utf-8"))
-            ]
+            problems += [f"{path}:{line}: {text}" for line, text in file_problems(path.read_text(encoding="utf-8"))]
     return problems
 
 
@@ -205,9 +189,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     """Every file under a folder, by its relative name, without what running it leaves there."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     relative = {path.relative_to(folder): path for path in files}
-    return {
-        name.as_posix(): path.read_bytes() for name, path in relative.items() if not CACHES & set(name.parts)
-    }
+    return {name.as_posix(): path.read_bytes() for name, path in relative.items() if not CACHES & set(name.parts)}
 
 
 def release(check: bool = False) -> int:

@@ -61,7 +61,7 @@ class ProblemResult:
 
     @property
     def points(self) -> float:
-        """Points earned: each check carries its weight's share. Infrastructure faults earn nothing and cost nothing yet."""
+        """Points earned: each check carries its weight's share of the problem's points."""
         total = sum(c.weight for c in self.checks)
         if not total:
             return 0.0

@@ -9,7 +9,7 @@ import pytest
 
 from autograder.grading import catalog, plugin
 from autograder.grading.report import CheckResult, ModuleResult, ProblemResult, Report
-from autograder.lab import ranks
+from autograder.lab import agent_client
 from autograder.suites.kit import Module
 
 
@@ -21,6 +21,7 @@ def grade_modules(
     seed: int | None = None,
     backend: str = "gloo",
     extra: tuple[Path, ...] = (),
+    stop_at_first: bool = False,
     on_start: Callable[[str, int, int], None] = lambda name, number, total: None,
     on_result: Callable[[CheckResult], None] = lambda result: None,
 ) -> Report:
@@ -33,13 +34,14 @@ def grade_modules(
         seed: for the random inputs; a new one by default.
         backend: "gloo" or "nccl".
         extra: further suite files (an instructor's hidden checks).
+        stop_at_first: end after the first check that fails.
         on_start: called before each check with its name, its number and how many there are.
         on_result: called after each check.
 
     Raises:
         catalog.UnknownName: select names nothing.
     """
-    ranks.start_agent()  # imports torch while pytest collects
+    agent_client.start()  # imports torch while pytest collects
     begin = time.monotonic()
     seed = plugin.new_seed() if seed is None else seed
     selection = _Selection(modules, select)
@@ -53,7 +55,17 @@ def grade_modules(
     )
     selection.grading = grading
     files = [str(catalog.suite_file(m)) for m in modules] + [str(f) for f in extra]
-    options = ["-c", os.devnull, "--rootdir", str(catalog.SUITES), "-p", "no:cacheprovider", "-p", "no:terminal"]
+    options = [
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(catalog.SUITES),
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:terminal",
+    ]
+    options += ["--capture", "no"] + ["--maxfail", "1"] * stop_at_first
     pytest.main([*options, *files], plugins=[selection])
     if selection.error:
         raise selection.error

@@ -176,9 +176,7 @@ def effective_bandwidth(op: str, nbytes: float, p: int, seconds: float) -> float
     return bytes_sent(op, nbytes, p) / seconds
 
 
-def collective_time(
-    op: str, nbytes: float, p: int, alpha: float, bandwidth: float, algorithm: str = "ring"
-) -> float:
+def collective_time(op: str, nbytes: float, p: int, alpha: float, bandwidth: float, algorithm: str = "ring") -> float:
     """Seconds of a collective among p equal ranks, when each may send one message and receive one at a time.
 
     Let S = `nbytes`, a = `alpha`, W = `bandwidth`, L = ceil(log2 p), f = (p-1)/p. Arithmetic is free.
@@ -270,9 +268,7 @@ def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[f
     """
     size, time = np.asarray(nbytes, dtype=float), np.asarray(seconds, dtype=float)
     if size.ndim != 1 or size.shape != time.shape:
-        raise ValueError(
-            f"nbytes and seconds must be two lists of equal length, got {size.shape} and {time.shape}"
-        )
+        raise ValueError(f"nbytes and seconds must be two lists of equal length, got {size.shape} and {time.shape}")
     if len(np.unique(size)) < 2:
         raise ValueError("a line needs at least two different message sizes")
     if not (np.isfinite(size).all() and (size >= 0).all() and np.isfinite(time).all() and (time > 0).all()):

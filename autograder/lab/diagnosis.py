@@ -82,7 +82,10 @@ def _deadlock(run: Run) -> tuple[str, str, list]:
             rows.append((f"rank {r}", f"waits in {event}", event.where, _count(run, event)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     facts = [
-        (row[0], "  ".join(cell.ljust(w) for cell, w in zip(row[1:3], widths[1:], strict=True)) + "  " + row[3])
+        (
+            row[0],
+            "  ".join(cell.ljust(w) for cell, w in zip(row[1:3], widths[1:], strict=True)) + "  " + row[3],
+        )
         for row in rows
     ]
     facts = [(label, text.rstrip()) for label, text in facts]
@@ -137,12 +140,12 @@ _EXPLAIN = {
 
 def _why_raised(run: Run, r: int, kind: str, message: str) -> str | None:
     if "contiguous" in message:
-        return "gloo's send and recv take contiguous tensors only: send t.contiguous(), receive into a new tensor and copy_"
+        return "gloo's send and recv take contiguous tensors: send t.contiguous(), receive into a new tensor and copy_"
     if kind in ("MemoryError", "RuntimeError") and ("memory" in message or "alloc" in message):
         return "more memory was asked for than a rank may have"
     if "Connection closed by peer" in message or "Connection reset" in message:
         return "the other rank had already ended"
-    if "send tensor" in message and "itself" in message or "destination" in message and "self" in message:
+    if ("send tensor" in message and "itself" in message) or ("destination" in message and "self" in message):
         return "a rank keeps its own part with a copy; only the parts of others travel"
     return _mismatch(run)
 
@@ -179,15 +182,16 @@ def _why_blocked(run: Run) -> str | None:
         for e in alone:
             other = next((o for o in alone if o.rank == e.peer and o.op != e.op and e.is_open), None)
             if other is not None and other.peer != e.rank:
-                return (
-                    f"rank {e.rank}: {e} ({e.where}), but rank {other.rank}: {other} ({other.where}): is the peer right?"
-                )
+                ends = [f"rank {o.rank}: {o} ({o.where})" for o in (e, other)]
+                return f"{', but '.join(ends)}: is the peer right?"
         sizes = _mismatch(run)
         if sizes:
             return sizes
         return "follow the arrows: each rank waits for one that waits itself"
     if returned and blocked:
-        return f"rank {returned[0]} returned without the call that rank {min(blocked)} waits in: every rank must make it"
+        return (
+            f"rank {returned[0]} returned without the call that rank {min(blocked)} waits in: every rank must make it"
+        )
     if messages and blocked:
         return "some ranks are in a collective and others in a message: the ranks do not run the same sequence of calls"
     return None

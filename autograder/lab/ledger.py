@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
         self.works: dict[int, tuple[object, int]] = {}  # id of a pending Work -> (the Work, its event's index)
         self.functional: dict[int, int] = {}  # storage of a functional collective's result -> event index
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace not in NAMESPACES:
             return func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
@@ -185,7 +185,21 @@ class Recorder(TorchDispatchMode):
         nbytes, numel, dtype, ranks, peer, is_async, sent = _describe(func.namespace, op, api, named)
         tag = named.get("tag") if isinstance(named.get("tag"), int) else 0
         self.log.write(
-            "op", index, op, api, nbytes, numel, dtype, ranks, peer, is_async, sent, tag, where, code, self.log.now()
+            "op",
+            index,
+            op,
+            api,
+            nbytes,
+            numel,
+            dtype,
+            ranks,
+            peer,
+            is_async,
+            sent,
+            tag,
+            where,
+            code,
+            self.log.now(),
         )
         reason = self.refuse(op, api) if self.refuse else None
         if reason:
@@ -236,7 +250,7 @@ class Recorder(TorchDispatchMode):
         return *_position(frame), api
 
     def mark(self, kind: str, text: str) -> int:
-        """Write a mark of a check into the same sequence: a "case" that begins, or a "span" of work. Returns its index."""
+        """Write a mark into the same sequence and return its index: a "case" of a check, or a "span" of work."""
         index = self.count
         self.log.write(kind, index, text, self.log.now())
         self.count += 1
@@ -267,7 +281,11 @@ class Recorder(TorchDispatchMode):
                 recorder._waiting(known[1], lambda: None)
             return get_future(work)
 
-        Work.wait, Work.is_completed, Work.get_future = recorded_wait, recorded_is_completed, recorded_get_future
+        Work.wait, Work.is_completed, Work.get_future = (
+            recorded_wait,
+            recorded_is_completed,
+            recorded_get_future,
+        )
         c10d = dist.distributed_c10d
         barrier = c10d._store_based_barrier
         c10d._store_based_barrier = lambda *a, **k: recorder._waiting(None, lambda: barrier(*a, **k))
@@ -285,7 +303,7 @@ _LAB = str(Path(__file__).parent)
 _STANDARD = str(Path(os.__file__).parent)  # the standard library, and site-packages in it
 
 
-def _position(frame) -> tuple[str, str]:  # noqa: ANN001
+def _position(frame) -> tuple[str, str]:
     path, line = frame.f_code.co_filename, frame.f_lineno
     if path == BY_VALUE:
         return f"{frame.f_code.co_name}:{line}", ""
@@ -393,9 +411,9 @@ def read_log(log: str, rank: int) -> list[Event]:
                     int(tag), str(where), str(code), float(start), order,
                 )  # fmt: skip
             elif kind in ("case", "span"):
-                text, now = rest
+                text, now = str(rest[0]), float(rest[1])
                 events[int(index)] = Event(
-                    rank, int(index), kind, str(text), 0, 0, "", (), None, False, 0, 0, "", "", float(now), order, float(now)
+                    rank, int(index), kind, text, 0, 0, "", (), None, False, 0, 0, "", "", now, order, now
                 )  # fmt: skip
             elif kind == "end":
                 events[int(index)].end = float(rest[0])

@@ -21,16 +21,16 @@ import types
 from collections import defaultdict
 from pathlib import Path
 
-from autograder.lab import palette, ranks, timeline
+from autograder.lab import agent_client, palette, ranks, timeline
 from autograder.lab.findings import fact_lines
 from autograder.lab.ledger import Event
 
 CELL = "cell"  # the "file name" of a cell's code in messages: cell:3 is its third line
 
 
-def load_ipython_extension(ipython) -> None:  # noqa: ANN001
+def load_ipython_extension(ipython) -> None:
     """Register the magic and start the agent, so that the first cell need not wait for it."""
-    ranks.start_agent()
+    agent_client.start()
     ipython.register_magic_function(lambda line, cell: _magic(ipython, line, cell), "cell", "ranks")
 
 
@@ -52,7 +52,7 @@ def _arguments(line: str) -> argparse.Namespace:
     return options
 
 
-def _magic(ipython, line: str, cell: str) -> None:  # noqa: ANN001
+def _magic(ipython, line: str, cell: str) -> None:
     from IPython.display import display
 
     options = _arguments(line)
@@ -60,7 +60,14 @@ def _magic(ipython, line: str, cell: str) -> None:  # noqa: ANN001
     used = {n: ipython.user_ns[n] for n in _names(code) if n in ipython.user_ns and _travels(ipython.user_ns[n])}
     folder = str(Path.cwd())
     run = ranks.run(
-        run_cell, options.world_size, cell, used, folder, timeout=options.timeout, roots=[CELL, folder], check=False
+        run_cell,
+        options.world_size,
+        cell,
+        used,
+        folder,
+        timeout=options.timeout,
+        roots=[CELL, folder],
+        check=False,
     )
     if options.save:
         ipython.user_ns[options.save] = run
@@ -142,16 +149,15 @@ class Outputs:
             for rank, text in enumerate(self.run.output):
                 color = palette.RANK[rank % len(palette.RANK)]
                 more = f"\n... {self.run.dropped[rank]} bytes more" if self.run.dropped[rank] else ""
+                box = f"{STYLE} border-top: 3px solid {color}; padding: 4px 12px 4px 4px; white-space: pre-wrap"
                 cells += (
-                    f'<td style="{STYLE} border-top: 3px solid {color}; padding: 4px 12px 4px 4px; white-space: pre-wrap">'
+                    f'<td style="{box}">'
                     f'<b style="color: {color}">rank {rank}</b>\n{html.escape(text.rstrip() + more)}</td>'
                 )
         table = f'<table style="border-collapse: collapse; margin: 0"><tr>{cells}</tr></table>' if cells else ""
         if failure:
-            table += (
-                f'<pre style="{STYLE} border-left: 4px solid {palette.KIND["error"]}; padding: 4px 10px; margin: 6px 0">'
-                f"{html.escape(failure)}</pre>"
-            )
+            box = f"{STYLE} border-left: 4px solid {palette.KIND['error']}; padding: 4px 10px; margin: 6px 0"
+            table += f'<pre style="{box}">{html.escape(failure)}</pre>'
         return table
 
 

@@ -4,14 +4,9 @@ The driver (this process) never runs student code and never unpickles what a ran
 arguments to the ranks; it reads back tensors and plain values (`torch.load(weights_only=True)`) and a log of events.
 """
 
-import atexit
 import json
-import os
-import select
 import shutil
-import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,14 +17,14 @@ from pathlib import Path
 import cloudpickle
 import torch
 
-from autograder.lab import ledger
+from autograder.lab import agent_client, ledger
 from autograder.lab import rank as rank_files
 from autograder.lab.findings import Finding
 from autograder.lab.ledger import Event
 
 MAX_LOG = 64 * 2**20  # bytes of one rank's log
 STALL = 2.0  # seconds without any progress while all ranks wait: a deadlock
-TIMEOUT = 20.0  # seconds for a whole run
+TIMEOUT = 20.0  # seconds of computing for one rank
 MEMORY = 4 * 2**30  # bytes of address space that a rank may add to what it starts with
 
 
@@ -136,7 +131,7 @@ def run(
         world_size: number of ranks, at least 1.
         args: handed to every rank; of a `PerRank`, each rank gets its own item.
         backend: "gloo" or "nccl".
-        timeout: seconds after which the run is ended (endless loops).
+        timeout: seconds of computing after which a rank is in an endless loop; three times as long by the clock.
         stall: seconds without progress, while every unfinished rank waits in communication, that make a deadlock.
         memory_limit: bytes of address space that a rank may add; None for no limit (always none under NCCL).
         student: file that `rank_context.student` loads.
@@ -187,89 +182,17 @@ def _pickle(value: object, fn: Callable) -> bytes:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-# ------------------------------------------------------------------------------------------------------ the agent
-
-
-class _Agent:
-    """The local agent process and the socket to it."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        # All ranks are on this machine: do not depend on its host name or its network.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        # Huge pages for the heap (glibc): a fork copies page tables, and there are far fewer of them then.
-        environment.setdefault("PYTHONMALLOC", "malloc")
-        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=134217728")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "autograder.lab.agent", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
-        theirs.close()
-        self.socket, self.lines, self.ready = ours, ours.makefile("rb"), False
-
-    def request(self, job: dict, timeout: float) -> dict | None:
-        """Send a job and wait for its verdict; None when the agent died or did not answer."""
-        try:
-            if not self.ready:
-                self.lines.readline()
-                self.ready = True
-            self.socket.sendall(json.dumps(job).encode() + b"\n")
-            readable, _, _ = select.select([self.socket], [], [], timeout)
-            line = self.lines.readline() if readable else b""
-            return json.loads(line) if line else None
-        except (OSError, ValueError):
-            return None
-
-    def close(self) -> None:
-        self.lines.close()
-        self.socket.close()  # the agent reads the end of its jobs, ends its ranks and then itself
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-_agent: _Agent | None = None
-
-
-def start_agent() -> None:
-    """Start the local agent ahead of the first run, so that it imports torch while the caller does something else."""
-    global _agent
-    if _agent is not None and _agent.process.poll() is not None:
-        stop_agent()
-    if _agent is None:
-        _agent = _Agent()
-
-
-def stop_agent() -> None:
-    """End the local agent; with it end all ranks."""
-    global _agent
-    if _agent is not None:
-        _agent.close()
-        _agent = None
-
-
-atexit.register(stop_agent)
-
-
 def _ask(job: dict) -> dict:
     """Run a job on the agent. An agent that is killed meanwhile is replaced by a new one, once."""
     for attempt in range(2):
-        start_agent()
         try:
-            verdict = _agent.request(job, job["timeout"] + job["stall"] + 30)
+            verdict = agent_client.request(job, 3 * job["timeout"] + job["stall"] + 30)
         except BaseException:  # Ctrl-C: hang up, and the agent ends its ranks
-            stop_agent()
+            agent_client.stop()
             raise
         if verdict is not None:
             return verdict
-        stop_agent()
+        agent_client.stop()
         if attempt == 0 and not (Path(job["folder"]) / rank_files.ARGS.format(0)).exists():
             break  # the ranks have taken their arguments: the run itself ended the agent
     n = job["world_size"]
@@ -306,7 +229,10 @@ def _read(verdict: dict, job: dict, folder: Path, duration: float) -> Run:
                 if _is_plain_file(path, 2 * rank_files.MAX_RESULT):
                     values[-1] = torch.load(path, weights_only=True, map_location="cpu")
             except Exception as error:
-                outcome, notes = "tampered", [f"the result of rank {r} cannot be read: {type(error).__name__}"]
+                outcome, notes = (
+                    "tampered",
+                    [f"the result of rank {r} cannot be read: {type(error).__name__}"],
+                )
     return Run(
         n, outcome, values, events, verdict["output"], verdict["dropped"], verdict["states"], errors,
         {int(r): text for r, text in verdict["exits"].items()}, stacks, left, duration, job["timeout"], job["stall"],

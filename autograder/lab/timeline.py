@@ -31,7 +31,7 @@ def _lanes(events: list[Event]) -> dict[int, int]:
     return lane_of
 
 
-def figure(events: list[Event], title: str = ""):  # noqa: ANN201
+def figure(events: list[Event], title: str = ""):
     """Draw a run: one row per rank, time from left to right.
 
     A bar is an operation from its call to its end; its grey part is the time in which the rank only waited for it. A
@@ -68,11 +68,21 @@ def figure(events: list[Event], title: str = ""):  # noqa: ANN201
         length = max(ms(_finish(e)) - ms(e.start), width / 200)
         axes.broken_barh([(ms(e.start), length)], (lane, BAR), color=color, linewidth=0)
         if e.wait is not None and e.done is not None:
-            axes.broken_barh([(ms(e.wait), ms(e.done) - ms(e.wait))], (lane, BAR), color=palette.KIND["wait"], linewidth=0)
+            axes.broken_barh(
+                [(ms(e.wait), ms(e.done) - ms(e.wait))], (lane, BAR), color=palette.KIND["wait"], linewidth=0
+            )
             axes.broken_barh([(ms(e.start), length)], (lane, BAR), facecolor="none", edgecolor=color, linewidth=0.8)
         if length > width / 14:
             text = e.api if e.op == "span" else str(e)
-            axes.text(ms(e.start) + length / 2, lane + BAR / 2, text, ha="center", va="center", fontsize=8, clip_on=True)
+            axes.text(
+                ms(e.start) + length / 2,
+                lane + BAR / 2,
+                text,
+                ha="center",
+                va="center",
+                fontsize=8,
+                clip_on=True,
+            )
     for send, recv in ledger.match_messages(shown)[0]:
         tail, head = (send.rank, send.index), (recv.rank, recv.index)
         axes.plot(
@@ -125,7 +135,13 @@ def perfetto(events: list[Event]) -> dict:
         out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         for e in mine:
             name = e.api if e.op == "span" else str(e)
-            details = {"bytes": e.nbytes, "elements": e.numel, "dtype": e.dtype, "line": e.where, "code": e.code}
+            details = {
+                "bytes": e.nbytes,
+                "elements": e.numel,
+                "dtype": e.dtype,
+                "line": e.where,
+                "code": e.code,
+            }
             where = {"pid": rank, "tid": lanes[rank][e.index]}
             out.append(
                 {"ph": "X", "name": name, "cat": _kind(e), **where, "ts": e.start * 1e6,

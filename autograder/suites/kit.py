@@ -14,9 +14,7 @@ from autograder.lab.findings import Finding
 from autograder.lab.ledger import Event
 from autograder.lab.ranks import Only, Run
 
-P2P_ONLY = Only(
-    frozenset({"send", "recv"}), "build it from send, recv, isend, irecv and batch_isend_irecv"
-)
+P2P_ONLY = Only(frozenset({"send", "recv"}), "build it from send, recv, isend, irecv and batch_isend_irecv")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,13 @@ def fail(
     """End a check: say what was expected and found, on which line of the student's, and the likely misconception."""
     if isinstance(line, Event):
         line = f"{line.where}   {line.code}" if line.where else None
-    facts = [("case", case), ("expected", expected), ("found", found), ("your line", line), ("perhaps", perhaps)]
+    facts = [
+        ("case", case),
+        ("expected", expected),
+        ("found", found),
+        ("your line", line),
+        ("perhaps", perhaps),
+    ]
     raise CheckFailed("failed", "", [(label, text) for label, text in facts if text])
 
 

@@ -69,7 +69,7 @@ class Call:
     kept: set[int] = field(default_factory=set)
 
 
-def run_calls(context, function: str, names: list[str], calls: list[list], members: list[int] | None) -> list:  # noqa: ANN001
+def run_calls(context, function: str, names: list[str], calls: list[list], members: list[int] | None) -> list:
     """On a rank: make the calls one after the other, and hand back the arguments as they are afterwards."""
     group = context.group(members) if members else None
     after = []
@@ -158,9 +158,7 @@ def reduce_call(draw: Draw, members: list[int], root: int) -> Call:
 def all_gather_call(draw: Draw, members: list[int], root: int) -> Call:
     chunks = [draw() for _ in members]
     whole = Expect(torch.cat(chunks), draw.dtype, terms=0)
-    return Call(
-        str(draw), [[draw(len(members)), c] for c in chunks], [[whole, as_is(c)] for c in chunks], kept={1}
-    )
+    return Call(str(draw), [[draw(len(members)), c] for c in chunks], [[whole, as_is(c)] for c in chunks], kept={1})
 
 
 def reduce_scatter_call(draw: Draw, members: list[int], root: int) -> Call:
@@ -202,9 +200,7 @@ CALLS: dict[str, Callable[[Draw, list[int], int], Call]] = {
 def make(ranks: Callable, function: str, calls: list[Call], world_size: int, members: list[int] | None = None) -> Run:
     """Run the calls on ranks, compare what every argument holds afterwards, and hand back the run for more."""
     places = members or list(range(world_size))
-    inputs = [
-        [call.arguments[places.index(r)] if r in places else None for call in calls] for r in range(world_size)
-    ]
+    inputs = [[call.arguments[places.index(r)] if r in places else None for call in calls] for r in range(world_size)]
     before = [[_flat(call.arguments[i]) for call in calls] for i in range(len(places))]
     before = [[[t.clone() for t in flat] for flat in mine] for mine in before]
     run = ranks(run_calls, world_size, function, [c.name for c in calls], PerRank(inputs), members)
@@ -271,18 +267,27 @@ SUMS = ("reduce", "ring_reduce_scatter", "ring_all_reduce", "recursive_doubling_
 
 
 def misconception(
-    function: str, call: Call, position: int, expect: Expect, found: object, before: torch.Tensor, run: Run, rank: int
+    function: str,
+    call: Call,
+    position: int,
+    expect: Expect,
+    found: object,
+    before: torch.Tensor,
+    run: Run,
+    rank: int,
 ) -> str | None:
     """What a student may have thought, from how a value is wrong."""
     if not isinstance(found, torch.Tensor) or found.shape != before.shape or found.dtype != before.dtype:
         return None
     unchanged = bool(torch.equal(found, before))
-    if expect.terms == 0 and position in call.kept or (function == "reduce" and expect.terms == 0):
+    if (expect.terms == 0 and position in call.kept) or (function == "reduce" and expect.terms == 0):
         return "this tensor is only read; add up in a copy of it"
     if unchanged and "not contiguous" in call.name:
         return "the values arrived in a contiguous copy, which was not copied back into the tensor that was passed"
     if unchanged:
-        return "nothing was put into the tensor: assigning to the name only makes it mean another tensor; use copy_ or +="
+        return (
+            "nothing was put into the tensor: assigning to the name only makes it mean another tensor; use copy_ or +="
+        )
     if function in SUMS and expect.values.numel() and found.dtype.is_floating_point:
         ratio = found.double().flatten()[0] / expect.values.double().flatten()[0]
         for whole in (2, 3, 4, run.world_size, 1 / run.world_size):
@@ -574,7 +579,11 @@ def test_ring_all_reduce_subgroup(ranks, rng):
     expect_subgroup(ranks, rng, "ring_all_reduce")
 
 
-@check("ring_all_reduce", "at most 2(p-1)/p of the tensor's bytes per rank, to the right neighbour only", weight=6)
+@check(
+    "ring_all_reduce",
+    "at most 2(p-1)/p of the tensor's bytes per rank, to the right neighbour only",
+    weight=6,
+)
 def test_ring_all_reduce_traffic(ranks, rng):
     for p, n in ((4, 1000), (5, 1003)):
         run, call = one_call(ranks, rng, "ring_all_reduce", p, (n,))
@@ -628,7 +637,11 @@ def test_all_to_all_traffic(ranks, rng):
 # -------------------------------------------------------------------------------------------- recursive doubling
 
 
-@check("recursive_doubling_all_reduce", "every rank ends with the sum, whether or not p is a power of two", weight=4)
+@check(
+    "recursive_doubling_all_reduce",
+    "every rank ends with the sum, whether or not p is a power of two",
+    weight=4,
+)
 def test_recursive_doubling_values(ranks, rng):
     expect_values(ranks, rng, "recursive_doubling_all_reduce")
 
@@ -648,14 +661,17 @@ def test_recursive_doubling_rounds(ranks, rng):
     for p in (8, 5):
         run, call = one_call(ranks, rng, "recursive_doubling_all_reduce", p, (6,))
         expect_rounds(
-            run, call, p.bit_length() - 1 + 2, "in each round, exchange with one partner only, twice as far as before"
+            run,
+            call,
+            p.bit_length() - 1 + 2,
+            "in each round, exchange with one partner only, twice as far as before",
         )
 
 
 # ---------------------------------------------------------------------------------------------------- accounting
 
 
-def call_plain(context, function: str, argument_lists: list[list]) -> list:  # noqa: ANN001
+def call_plain(context, function: str, argument_lists: list[list]) -> list:
     """On a rank: call a function without communication; a ValueError becomes text."""
     results = []
     for arguments in argument_lists:
@@ -667,7 +683,9 @@ def call_plain(context, function: str, argument_lists: list[list]) -> list:  # n
     return results
 
 
-def expect_numbers(ranks: Callable, function: str, table: list[tuple[list, object]], perhaps: dict | None = None) -> None:
+def expect_numbers(
+    ranks: Callable, function: str, table: list[tuple[list, object]], perhaps: dict | None = None
+) -> None:
     """Each row: arguments, and the number, tuple of numbers or "ValueError" that they must give."""
     run = ranks(call_plain, 1, function, [arguments for arguments, _ in table])
     for (arguments, wanted), found in zip(table, run.values[0], strict=True):

@@ -110,9 +110,7 @@ def scatter(
     ### END SOLUTION
 
 
-def gather(
-    tensor: Tensor, gather_list: list[Tensor] | None, dst: int, group: dist.ProcessGroup | None = None
-) -> None:
+def gather(tensor: Tensor, gather_list: list[Tensor] | None, dst: int, group: dist.ProcessGroup | None = None) -> None:
     """Collect the tensors of all ranks on rank `dst`.
 
     Asked beyond the values: every rank but `dst` sends one message, to `dst`, which sends none.
