@@ -31,9 +31,7 @@ def test_published_run_in_round_numbers():
     assert 4 * ELEMENTS == 419_430_400
     assert bytes_sent("all_reduce", 419_430_400, 4) == 629_145_600
     assert 4 * bytes_sent("all_reduce", 419_430_400, 4) == 2 * 419_430_400 * 3  # 2 s (p-1) over all ranks
-    assert effective_bandwidth("all_reduce", 419_430_400, 4, 1.60e-3) / costs.GIB == pytest.approx(
-        366.2, abs=0.05
-    )
+    assert effective_bandwidth("all_reduce", 419_430_400, 4, 1.60e-3) / costs.GIB == pytest.approx(366.2, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +130,7 @@ def test_fit_recovers_exact_and_noisy_lines():
 
 
 def test_links():
-    assert costs.NVLINK5.bandwidth / costs.INFINIBAND.bandwidth == pytest.approx(
-        18
-    )  # like for like; 36 as printed
+    assert costs.NVLINK5.bandwidth / costs.INFINIBAND.bandwidth == pytest.approx(18)  # like for like; 36 as printed
     assert costs.INFINIBAND.bandwidth == pytest.approx(400e9 / 8)
     assert costs.ETHERNET.bandwidth * 8 == pytest.approx(1.6e9)
     ordered = [link.bandwidth for link in costs.LINKS]

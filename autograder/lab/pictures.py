@@ -49,9 +49,7 @@ def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], **sty
     ax.annotate("", xy=end, xytext=start, arrowprops=look)
 
 
-def _box(
-    ax: Axes, x: float, y: float, width: float, height: float, text: str = "", fill: str = "white"
-) -> None:
+def _box(ax: Axes, x: float, y: float, width: float, height: float, text: str = "", fill: str = "white") -> None:
     shape = "round,pad=0,rounding_size=0.12"
     ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, fc=fill, ec=INK, lw=0.9))
     _text(ax, x + width / 2, y + height / 2, text)
@@ -109,9 +107,7 @@ def bandwidths(links: Sequence[costs.Link] = costs.LINKS) -> Figure:
     figure = Figure(figsize=(WIDTH, 0.36 * len(links) + 0.75), layout="constrained")
     ax = figure.subplots()
     names, values = [link.name for link in links], [link.bandwidth for link in links]
-    ax.barh(
-        names, values, color=[_tint(KIND["send"] if v >= 1e11 else KIND["collective"], 0.7) for v in values]
-    )
+    ax.barh(names, values, color=[_tint(KIND["send"] if v >= 1e11 else KIND["collective"], 0.7) for v in values])
     for row, value in enumerate(values):
         ax.text(value * 1.15, row, f"{_size(value)}/s", va="center", fontsize=TEXT, color=INK)
     ax.set(xscale="log", xlim=(5e7, 5e14), xlabel="bytes per second, one direction")
@@ -151,9 +147,7 @@ def tcp_and_rdma() -> Figure:
         _text(ax, 0.2, y - 0.45, title, ha="left", weight="bold")
         for i in used:
             x, width, label = boxes[i]
-            _box(
-                ax, x, y, width, 1.5, label, fill=_tint(KIND["error"], 0.3) if i in (1, 2, 5, 6) else "white"
-            )
+            _box(ax, x, y, width, 1.5, label, fill=_tint(KIND["error"], 0.3) if i in (1, 2, 5, 6) else "white")
         for here, there in itertools.pairwise(used):
             start, end = boxes[here][0] + boxes[here][1], boxes[there][0]
             _arrow(ax, (start, y + 0.75), (end, y + 0.75), mutation_scale=8)
