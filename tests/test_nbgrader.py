@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import tiny_course
+from tests import tiny_course
 from nbformat.v4 import new_code_cell, new_output
 from nbgrader.api import Gradebook
 from nbgrader.utils import determine_grade

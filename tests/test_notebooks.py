@@ -4,7 +4,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import tiny_course
+from tests import tiny_course
 
 from autograder.grading import notebooks
 

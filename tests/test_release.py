@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_course
+from tests import tiny_course
 
 from autograder.grading import notebooks
 from autograder.grading.release import (
