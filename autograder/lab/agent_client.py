@@ -22,7 +22,8 @@ class _Agent:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self.mark = uuid.uuid4().hex
-        environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment[MARK] = self.mark
         # All ranks are on this machine: do not depend on its host name or its network.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -411,7 +411,9 @@ def _describe(namespace: str, op: str, calls: list[str], named: dict) -> tuple:
     dtype = str((both or inputs or outputs)[0].dtype).removeprefix("torch.") if (both or inputs or outputs) else ""
 
     at = next((named[k] for k in ("dst", "src", "root_rank") if isinstance(named.get(k), int)), None)
-    peer = None if at is None else ranks[at] if 0 <= at < p else at
+    if at is not None and not 0 <= at < p:
+        raise ValueError(f"there is no rank {at} in a group of {p}")  # gloo would crash
+    peer = None if at is None else ranks[at]
     # "wait" after the call is the caller's own for isend, irecv and batches; `dist.send` waits itself.
     blocking = "send" in calls or "recv" in calls or "wait_all_ranks" in named
     is_async = not blocking and bool(named.get("async_op", True))
@@ -485,7 +487,7 @@ def read_log(log: str, rank: int) -> list[Event]:
                     tuple(int(r) for r in group), None if peer is None else int(peer), bool(is_async), int(sent),
                     int(tag), str(where), str(code), float(start), order,
                 )  # fmt: skip
-            elif kind in ("case", "span"):
+            elif kind in MARKS:
                 text, now = str(rest[0]), float(rest[1])
                 events[int(index)] = Event(
                     rank, int(index), kind, text, 0, 0, "", (), None, False, 0, 0, "", "", now, order, now

@@ -32,7 +32,7 @@ from autograder.lab import ledger, travel
 MAX_RESULT = 256 * 2**20  # bytes of one rank's return value
 MAX_DEPTH = 50
 MAX_ITEMS = 1_000_000  # tensors, numbers, lists, ... in it
-RESERVE = 64 * 2**20  # bytes of address space above the limit, to report that it was reached
+SPARE = 32 * 2**20  # bytes of address space that are kept for reporting that the others are used up
 STACK = "stack-{}.txt"
 LOG = "log-{}.jsonl"
 OUTCOME = "outcome-{}.json"
@@ -95,7 +95,7 @@ def load_module(path: Path) -> types.ModuleType:
 def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
     """Runs in the fork and never returns: the process is ended by the agent, or by itself with `os._exit`."""
     folder = Path(job["folder"])
-    log, me = None, os.getpid()
+    log, spare, me = None, None, os.getpid()
     try:
         _become_a_rank(folder, rank, output_fd, job["memory_limit"])
         log_fd = os.open(folder / LOG.format(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -108,6 +108,7 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
         device = _join_group(job, rank, folder, log)
         context = RankContext(rank, job["world_size"], device, recorder, job["student"])
         threads = set(threading.enumerate())
+        spare = bytearray(SPARE)
         with recorder:
             value = fn(context, *_to(args, device))
         if os.getpid() != me:  # the function forked, and this copy of the rank came back from it too
@@ -117,10 +118,9 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
         _write_json(folder / OUTCOME.format(rank), {"left": left})
         log.state(ledger.DONE)
     except BaseException as error:
+        del spare
         if os.getpid() != me or log is None:
             os._exit(1)
-        with contextlib.suppress(OSError, ValueError):  # room to say what went wrong, also without memory
-            resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
         described = _describe_error(error, job)
         _write_json(folder / OUTCOME.format(rank), described)
         if "onnection" in described["message"]:
@@ -145,7 +145,7 @@ def _become_a_rank(folder: Path, rank: int, output_fd: int, memory_limit: int | 
     if memory_limit:
         with contextlib.suppress(OSError, ValueError):
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + memory_limit, used + memory_limit + RESERVE))
+            resource.setrlimit(resource.RLIMIT_AS, (used + memory_limit,) * 2)
     stack = os.open(folder / STACK.format(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
@@ -234,6 +234,8 @@ def _write_json(path: Path, value: dict) -> None:
 
 def _describe_error(error: BaseException, job: dict) -> dict:
     """Type, message and the student's part of the traceback."""
+    while error.__context__ is not None and isinstance(error, MemoryError):
+        error = error.__context__  # leaving the recorder ran out of memory once more: the first time tells more
     own = [
         f for f in traceback.extract_tb(error.__traceback__)
         if f.filename.startswith(tuple(job["roots"]) or "") and not ledger.is_library(f.filename)

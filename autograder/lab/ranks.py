@@ -186,7 +186,8 @@ def _ask(job: dict) -> dict:
     n = job["world_size"]
     untouched = (Path(job["folder"]) / rank_files.ARGS.format(0)).exists()
     return {
-        "outcome": "no agent" if untouched else "lost", "states": [0] * n, "exits": {}, "left": [], "output": [""] * n, "dropped": [0] * n,
+        "outcome": "no agent" if untouched else "lost", "states": [0] * n, "exits": {}, "left": [],
+        "output": [""] * n, "dropped": [0] * n,
     }  # fmt: skip
 
 

@@ -20,8 +20,9 @@ class _Pickler(cloudpickle.Pickler):
     """cloudpickle, keeping the file name of code; and collecting the text of files that exist in this process only."""
 
     def __init__(self, file: io.BytesIO, sources: dict[str, list[str]]) -> None:
-        super().__init__(file)
+        # The C pickler looks its dispatch table up once, when it is made.
         self.dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({types.CodeType: self._reduce_code})
+        super().__init__(file)
         self.sources = sources
 
     def _reduce_code(self, code: types.CodeType) -> tuple:
