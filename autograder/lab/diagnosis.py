@@ -107,7 +107,7 @@ def _timeout(run: Run) -> tuple[str, str, list]:
     advice = "a loop that never ends, or a sleep" if running else "far too many or too large messages"
     pending = [e for e in run.unwaited() if e.rank in running]
     if pending and len(running) < run.world_size:
-        advice += f"; or PyTorch itself waits, inside this line, for another rank's {pending[-1].op}"
+        advice += "; or PyTorch itself waits for another rank inside this line"
     return "timeout", f"{who} still running after {run.timeout:.0f} s", facts + _perhaps(advice)
 
 

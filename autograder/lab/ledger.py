@@ -188,8 +188,8 @@ class Recorder(TorchDispatchMode):
         self.functional: dict[int, int] = {}  # storage of a functional collective's result -> event index
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if types:  # a DTensor, say: its own handler runs first, and we see the operators that it issues
-            return NotImplemented
+        if any(t.__module__.startswith("torch.distributed.") for t in types):
+            return NotImplemented  # a DTensor, say: its own handler runs first, and we see the operators that it issues
         if func.namespace not in NAMESPACES:
             return func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
