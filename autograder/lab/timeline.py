@@ -47,7 +47,7 @@ def figure(events: list[Event], title: str = ""):
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    shown = [e for e in events if e.op != "case"]
+    shown = [e for e in events if e.op not in ("case", "new_group")]
     ranks = sorted({e.rank for e in shown}) or [0]
     zero = min((e.start for e in shown), default=0.0)
     ms = lambda t: (t - zero) * 1e3  # noqa: E731
@@ -128,7 +128,7 @@ def perfetto(events: list[Event]) -> dict:
     out = []
     by_rank: dict[int, list[Event]] = defaultdict(list)
     for e in events:
-        if e.op != "case":
+        if e.op not in ("case", "new_group"):
             by_rank[e.rank].append(e)
     lanes = {rank: _lanes(mine) for rank, mine in by_rank.items()}
     for rank, mine in by_rank.items():
