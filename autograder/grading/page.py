@@ -90,7 +90,7 @@ def picture(check: CheckResult, prefix: str) -> tuple[Markup, str] | None:
     caption = "What the ranks did" + (" in this case" if len(events) < len(check.run.events) else "")
     if len(drawn) < len(events):
         caption += f", the first {MAX_EVENTS} of {len(events)} operations"
-    return Markup(own_ids(timeline.svg(drawn), prefix)), caption  # noqa: S704 (matplotlib escapes its texts)
+    return Markup(own_ids(timeline.svg(drawn), prefix)), caption
 
 
 def of_case(events: list[Event], case: str | None) -> list[Event]:

@@ -75,11 +75,16 @@ def figure(events: list[Event], title: str = ""):
             )
             axes.broken_barh([(ms(e.start), length)], (lane, BAR), facecolor="none", edgecolor=color, linewidth=0.8)
         if length > width / 14:
-            text, middle = e.api if e.op == "span" else str(e), ms(e.start) + length / 2
-            in_grey = e.wait is not None and e.done is not None and ms(e.wait) < middle
+            # On the bar's longer part, the coloured or the grey.
+            left, right, ink = ms(e.start), ms(e.start) + length, "white" if color in DARK else palette.INK
+            if e.wait is not None and e.done is not None:
+                if ms(e.wait) - left < ms(e.done) - ms(e.wait):
+                    left, right, ink = ms(e.wait), ms(e.done), palette.INK
+                else:
+                    right = ms(e.wait)
             axes.text(
-                middle, lane + BAR / 2, text, ha="center", va="center", fontsize=8, clip_on=True,
-                color="white" if color in DARK and not in_grey else palette.INK,
+                (left + right) / 2, lane + BAR / 2, e.api if e.op == "span" else str(e),
+                color=ink, ha="center", va="center", fontsize=8, clip_on=True,
             )  # fmt: skip
     for send, recv in ledger.match_messages(shown)[0]:
         tail, head = (send.rank, send.index), (recv.rank, recv.index)
