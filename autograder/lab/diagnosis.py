@@ -11,16 +11,23 @@ SIGNALS = {
     "SIGKILL": "killed (SIGKILL): by the code itself, or by the machine because it ran out of memory",
     "SIGABRT": "aborted by a library (SIGABRT)",
 }
+PRINTED = 5  # lines of a rank's output that are shown
 
 
 def explain(run: Run) -> tuple[str, str, list[tuple[str, str]]]:
     """Status, title and facts of a run that did not return on every rank."""
-    status, title, facts = _EXPLAIN[run.outcome](run)
-    case = _case(run)
+    refused = run.refused
+    if refused:
+        status, title, line = "forbidden", refused.refused, _line(refused)
+        facts = [("your line", line)] if line else []
+        case = next((e.api for e in reversed(run.of(refused.rank, "case")) if e.index < refused.index), None)
+    else:
+        status, title, facts = _EXPLAIN[run.outcome](run)
+        case = _case(run)
     if case:
         facts.insert(0, ("case", case))
-    shown = _output(run)
-    if shown and status in ("failed", "crashed"):
+    shown = printed(run)
+    if shown and status in ("failed", "crashed", "timeout", "deadlock"):
         facts.append(("printed", shown))
     return status, title, facts
 
@@ -145,7 +152,7 @@ def _why_raised(run: Run, r: int, kind: str, message: str) -> str | None:
         return "more memory was asked for than a rank may have"
     if "Connection closed by peer" in message or "Connection reset" in message:
         return "the other rank had already ended"
-    if ("send tensor" in message and "itself" in message) or ("destination" in message and "self" in message):
+    if "should not be the same as the rank of the current process" in message:
         return "a rank keeps its own part with a copy; only the parts of others travel"
     return _mismatch(run)
 
@@ -276,10 +283,16 @@ def _case(run: Run) -> str | None:
     return min(cases)[1] if cases else None
 
 
-def _output(run: Run) -> str:
-    for r, text in enumerate(run.output):
-        lines = [line for line in text.splitlines() if line.strip()]
-        if lines:
-            more = f" (and {run.dropped[r]} bytes more)" if run.dropped[r] else ""
-            return "\n".join([f"rank {r}{more}:", *lines[-5:]])
+def printed(run: Run) -> str:
+    """The end of what one rank printed: of one that raised, if that printed anything, or the lowest that did."""
+    for r in sorted(range(run.world_size), key=lambda r: (not run.errors[r], r)):
+        lines = [line for line in run.output[r].splitlines() if line.strip()]
+        if not lines:
+            continue
+        which = f"the last {PRINTED} of {len(lines)} lines" if len(lines) > PRINTED else ""
+        if run.dropped[r]:
+            which = f"up to where {run.dropped[r] / 2**20:.1f} MiB more were dropped"
+        who = f"rank {r}" if run.world_size > 1 else ""
+        head = ", ".join(filter(None, (who, which)))
+        return "\n".join(([f"{head}:"] if head else []) + [line[:200] for line in lines[-PRINTED:]])
     return ""

@@ -56,6 +56,7 @@ class Event:
     wait_order: int | None = None
     done: float | None = None  # that wait, or a mark's span, ended
     done_order: int | None = None
+    refused: str = ""  # why the call was not allowed; then it was not made
 
     @property
     def is_message(self) -> bool:
@@ -421,7 +422,9 @@ def read_log(log: str, rank: int) -> list[Event]:
                 events[int(index)].wait, events[int(index)].wait_order = float(rest[0]), order
             elif kind == "done":
                 events[int(index)].done, events[int(index)].done_order = float(rest[0]), order
-            elif kind != "forbidden":
+            elif kind == "forbidden":
+                events[int(index)].refused = str(rest[0])
+            else:
                 raise ValueError(kind)
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             raise ValueError(f"line {order + 1} of the log of rank {rank} is not a log line: {error}") from None

@@ -98,6 +98,11 @@ class Run:
         """Bytes that a rank sent."""
         return sum(e.sent for e in self.of(rank))
 
+    @property
+    def refused(self) -> Event | None:
+        """The first call that was not allowed, also where the caller caught the exception."""
+        return next((e for e in self.events if e.refused), None)
+
     def unwaited(self) -> list[Event]:
         """Asynchronous operations that the caller never waited for."""
         return [e for e in self.events if e.is_async and e.api and e.end is not None and e.done is None]
@@ -137,7 +142,7 @@ def run(
         student: file that `rank_context.student` loads.
         roots: path prefixes of files whose lines are reported as the caller's; the student's folder is added.
         refuse: see `Only`.
-        check: raise `RunFailed` unless every rank returned.
+        check: raise `RunFailed` unless every rank returned and no call was refused.
 
     Raises:
         RunFailed: with status failed, not_implemented, forbidden, crashed, deadlock, timeout or infrastructure.
@@ -163,7 +168,7 @@ def run(
         result = _read(verdict, job, folder, time.monotonic() - begin)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if check and result.outcome != "done":
+    if check and (result.outcome != "done" or result.refused):
         from autograder.lab import diagnosis
 
         raise RunFailed(*diagnosis.explain(result), result)
