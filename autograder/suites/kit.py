@@ -150,13 +150,19 @@ def difference(found: object, expect: Expect) -> tuple[str, str] | None:
     )
 
 
+KINDS = {str: "text", int: "an int", float: "a float", bool: "a bool", list: "a tuple or list", dict: "a dict"}
+
+
 def _what(value: object) -> str:
     if value is None:
         return "None"
     if isinstance(value, dict) and "__unexpected__" in value:
-        return f"a {value['__unexpected__']}"
+        return f"an object of {value['__unexpected__']}"
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"a tensor of shape {list(value.shape)}"
     text = repr(value)
-    return f"{type(value).__name__} {text[:60]}"
+    kind = KINDS.get(type(value), type(value).__name__)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
 
 def _number(value: torch.Tensor) -> str:
