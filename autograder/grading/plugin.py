@@ -115,7 +115,10 @@ def is_check(item: pytest.Item) -> bool:
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest):
-    """`ranks(fn, world_size, *args)`: run a function on ranks that can load the student's file; returns the `Run`."""
+    """`ranks(fn, world_size, *args)`: run a function on ranks that can load the student's file; returns the `Run`.
+
+    `ranks.definition(name)` is the line that defines one of the student's functions.
+    """
     from autograder.grading import loading
     from autograder.lab import ranks as lab_ranks
 
@@ -132,6 +135,8 @@ def ranks(request: pytest.FixtureRequest):
             raise loading.reworded(failure, file, grading.functions[module.name]) from None
         return grading.run
 
+    functions = grading.functions[module.name]
+    run.definition = lambda function: functions.get(function, file.name)
     return run
 
 

@@ -21,6 +21,7 @@ def grade_modules(
     seed: int | None = None,
     backend: str = "gloo",
     extra: tuple[Path, ...] = (),
+    stop_at_first: bool = False,
     on_start: Callable[[str, int, int], None] = lambda name, number, total: None,
     on_result: Callable[[CheckResult], None] = lambda result: None,
 ) -> Report:
@@ -33,6 +34,7 @@ def grade_modules(
         seed: for the random inputs; a new one by default.
         backend: "gloo" or "nccl".
         extra: further suite files (an instructor's hidden checks).
+        stop_at_first: end after the first check that fails.
         on_start: called before each check with its name, its number and how many there are.
         on_result: called after each check.
 
@@ -63,6 +65,7 @@ def grade_modules(
         "-p",
         "no:terminal",
     ]
+    options += ["--capture", "no"] + ["--maxfail", "1"] * stop_at_first
     pytest.main([*options, *files], plugins=[selection])
     if selection.error:
         raise selection.error

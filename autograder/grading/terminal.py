@@ -59,7 +59,7 @@ def _facts(facts: list[tuple[str, str]]) -> Padding:
     table.add_column()
     for label, text in facts:
         table.add_row(label, Text(text))
-    return Padding(table, (0, 0, 0, 4))
+    return Padding(table, (0, 0, 0, 4), expand=False)
 
 
 def _total(report: Report) -> Text:

@@ -134,17 +134,15 @@ def message_time(nbytes: float, alpha: float, bandwidth: float) -> float:
 
 
 def bytes_sent(op: str, nbytes: float, p: int) -> float:
-    """Bytes that one rank sends in a collective under the ring algorithm.
+    """Bytes that one rank sends in a collective: under the ring algorithm, where there is one.
 
-    Let S = `nbytes`. In the four without a root every rank sends the same. In the four with one it is what
-    the busiest link carries one way: out of or into the root, or (broadcast, reduce) from rank to rank.
+    Let S = `nbytes`. Where the ranks differ it is one that sends most: any but the last in the chain of a
+    broadcast or reduce, the root of a scatter, any but the root of a gather.
 
-        broadcast, reduce                        S
-        scatter, gather                          S (p-1)/p
-        all_gather, reduce_scatter, all_to_all   S (p-1)/p
-        all_reduce                               2 S (p-1)/p     a reduce-scatter, then an all-gather
-
-    Divided by the time taken it is what nccl-tests calls the bus bandwidth.
+        broadcast, reduce                                 S
+        all_gather, reduce_scatter, all_to_all, scatter   S (p-1)/p
+        all_reduce                                        2 S (p-1)/p   a reduce-scatter, then an all-gather
+        gather                                            S/p
 
     Args:
         op: one of `OPS`, without prefix.
@@ -162,8 +160,10 @@ def bytes_sent(op: str, nbytes: float, p: int) -> float:
         return 0.0
     if op in ("broadcast", "reduce"):
         return float(nbytes)
-    once_around = nbytes * (p - 1) / p
-    return 2 * once_around if op == "all_reduce" else once_around
+    if op == "gather":
+        return nbytes / p
+    all_but_one = nbytes * (p - 1) / p
+    return 2 * all_but_one if op == "all_reduce" else all_but_one
 
 
 def effective_bandwidth(op: str, nbytes: float, p: int, seconds: float) -> float:
@@ -182,17 +182,16 @@ def collective_time(op: str, nbytes: float, p: int, alpha: float, bandwidth: flo
     Let S = `nbytes`, a = `alpha`, W = `bandwidth`, L = ceil(log2 p), f = (p-1)/p. Arithmetic is free.
 
         op                           ring                  tree (binomial)         recursive_doubling
-        broadcast, reduce            2(p-1) (a + S/(pW))   L (a + S/W)             -
+        broadcast, reduce            (p-1) (a + S/W)       L (a + S/W)             -
         scatter, gather              (p-1) (a + S/(pW))    L a + f S/W             -
         all_gather, reduce_scatter   (p-1) (a + S/(pW))    2L a + (L + f) S/W      L a + f S/W
         all_reduce                   2(p-1) (a + S/(pW))   2L (a + S/W)            K (a + S/W)
         all_to_all                   (p-1) (a + S/(pW))    -                       -
 
-    Under the ring every message is S/p bytes; a broadcast or reduce passes the tensor along in p pieces,
-    the last of which leaves after p rounds and needs p-2 more. A tree does an "all" operation as one
-    towards a root and one away from it. K, the rounds of recursive doubling on whole tensors, is log2 p
-    where p is a power of two; else floor(log2 p) + 2, as the ranks left over hand their tensor to a
-    partner first and get the result at the end.
+    Under the ring a broadcast or reduce hands the whole tensor from rank to rank. A tree does an "all"
+    operation as one towards a root and one away from it. K, the rounds of recursive doubling on whole
+    tensors, is log2 p where p is a power of two; else floor(log2 p) + 2, as the ranks left over hand their
+    tensor to a partner first and get the result at the end.
 
     Args:
         op: one of `OPS`.
@@ -214,7 +213,7 @@ def collective_time(op: str, nbytes: float, p: int, alpha: float, bandwidth: flo
     _check_link(alpha, bandwidth)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}: one of {', '.join(ALGORITHMS)}")
-    latencies, volume = _rounds_and_bytes(op, nbytes, p, algorithm)
+    latencies, volume = _rounds_and_bytes(op, nbytes, int(p), algorithm)
     return latencies * alpha + volume / bandwidth
 
 
@@ -224,7 +223,9 @@ def _rounds_and_bytes(op: str, nbytes: float, p: int, algorithm: str) -> tuple[i
     shares = nbytes * (p - 1) / p
 
     if algorithm == "ring":
-        laps = 2 if op in ("broadcast", "reduce", "all_reduce") else 1
+        if op in ("broadcast", "reduce"):
+            return p - 1, (p - 1) * nbytes
+        laps = 2 if op == "all_reduce" else 1
         return laps * (p - 1), laps * shares
 
     if algorithm == "tree":

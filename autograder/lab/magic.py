@@ -90,8 +90,8 @@ def run_cell(context: ranks.rank_files.RankContext, cell: str, used: dict, folde
     lines = cell.splitlines(keepends=True)
     linecache.cache[CELL] = (len(cell), None, lines, CELL)
     namespace = {
-        "torch": torch, "dist": dist, "rank": context.rank, "world_size": context.world_size, "span": context.span,
-        "__name__": "__main__", **used,
+        **used, "torch": torch, "dist": dist, "rank": context.rank, "world_size": context.world_size,
+        "span": context.span, "__name__": "__main__",
     }  # fmt: skip
     exec(compile(cell, CELL, "exec"), namespace)  # the cell is the notebook's own code
     return namespace.get("result")

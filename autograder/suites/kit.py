@@ -160,6 +160,8 @@ def _what(value: object) -> str:
         return f"an object of {value['__unexpected__']}"
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return f"a tensor of shape {list(value.shape)}"
+    if type(value) in (int, float):
+        return f"{value:.9g}"
     text = repr(value)
     kind = KINDS.get(type(value), type(value).__name__)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
@@ -202,10 +204,10 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
     """(expected, found) in words where a number, a tuple of numbers or a "ValueError" is not as wanted."""
     if isinstance(wanted, tuple):
         if not isinstance(found, list) or len(found) != len(wanted):
-            return f"{len(wanted)} numbers", _what(found)
+            return f"a tuple of {len(wanted)} numbers", _what(found)
         for f, w in zip(found, wanted, strict=True):
             if numbers_agree(f, w, rtol):
-                return str(wanted), str(tuple(found))
+                return ", ".join(f"{x:.9g}" for x in wanted), ", ".join(_what(x) for x in found)
         return None
     if isinstance(found, torch.Tensor) and found.numel() == 1:
         found = found.item()

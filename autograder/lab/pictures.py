@@ -1,0 +1,354 @@
+"""The drawings of the lectures. Each function returns a matplotlib Figure, as wide as a notebook page.
+
+One convention throughout: colour says which rank a piece came from, a striped piece is a sum over the ranks
+whose colours it shows, a dashed outline is memory that holds nothing of interest yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.ticker import FuncFormatter
+
+from autograder.lab import costs
+from autograder.lab.palette import FAINT, INK, KIND, RANK
+
+matplotlib.rcParams["svg.hashsalt"] = "pictures"  # the same picture is the same SVG, byte for byte
+
+WIDTH = 7.5  # inches: a notebook page
+TEXT = 9.5  # points: the smallest text in a picture
+
+Piece = tuple[frozenset[int], str]  # the ranks whose numbers are summed in it, and its label
+EMPTY: Piece = (frozenset(), "")
+
+
+# Parts ------------------------------------------------------------------------------------------------------
+
+
+def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """An empty drawing of width x height units, one unit as long in x as in y; the y axis points down."""
+    figure = Figure(figsize=(WIDTH, WIDTH * height / width))
+    ax = figure.add_axes((0, 0, 1, 1))
+    ax.set(xlim=(0, width), ylim=(height, 0))
+    ax.axis("off")
+    return figure, ax
+
+
+def _text(ax: Axes, x: float, y: float, text: str, **style: object) -> None:
+    ax.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": TEXT, "color": INK, **style})
+
+
+def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], **style: object) -> None:
+    look = {"arrowstyle": "-|>", "color": INK, "lw": 1.2, "shrinkA": 0, "shrinkB": 0, **style}
+    ax.annotate("", xy=end, xytext=start, arrowprops=look)
+
+
+def _box(ax: Axes, x: float, y: float, width: float, height: float, text: str = "", fill: str = "white") -> None:
+    shape = "round,pad=0,rounding_size=0.12"
+    ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, fc=fill, ec=INK, lw=0.9))
+    _text(ax, x + width / 2, y + height / 2, text)
+
+
+def _tint(colour: str, strength: float = 0.5) -> tuple[float, ...]:
+    """The colour mixed with white, so that dark text can be read on it."""
+    rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return tuple(1 - strength * (1 - part) for part in rgb)
+
+
+def _piece(ax: Axes, x: float, y: float, piece: Piece, bold: bool = False) -> None:
+    """A unit square at (x, y) with one vertical stripe for each rank that is summed in it."""
+    ranks, label = sorted(piece[0]), piece[1]
+    if not ranks:
+        ax.add_patch(Rectangle((x, y), 1, 1, fc="white", ec=FAINT, ls=(0, (2, 2)), lw=0.9))
+        return
+    for i, rank in enumerate(ranks):
+        colour = _tint(RANK[rank % len(RANK)])
+        ax.add_patch(Rectangle((x + i / len(ranks), y), 1 / len(ranks), 1, fc=colour, ec="none"))
+    ax.add_patch(Rectangle((x, y), 1, 1, fc="none", ec=INK, lw=2.2 if bold else 0.8, zorder=3 if bold else 2))
+    _text(ax, x + 0.5, y + 0.5, label)
+
+
+# Machines ---------------------------------------------------------------------------------------------------
+
+
+def hierarchy() -> Figure:
+    """Two nodes of four GPUs: what joins a GPU to its memory, to its neighbours and to the other node."""
+    figure, ax = _canvas(20, 10.4)
+    thick = {"arrowstyle": "<|-|>", "lw": 2.4}
+    thin = {"arrowstyle": "<|-|>", "lw": 1}
+    for node, left in enumerate((0.3, 10.3)):
+        _box(ax, left, 0.3, 9.4, 7.6, fill="#F7F7F7")
+        _text(ax, left + 0.3, 0.75, f"node {node}", ha="left", weight="bold")
+        _box(ax, left + 0.4, 1.15, 8.6, 0.8, "NVLink and NVSwitch", fill=_tint(KIND["collective"]))
+        for gpu in range(4):
+            x = left + 0.4 + 2.2 * gpu
+            _arrow(ax, (x + 1, 1.95), (x + 1, 2.75), **thick)
+            _box(ax, x, 2.75, 2, 1.9, fill=_tint(RANK[4 * node + gpu], 0.35))
+            _text(ax, x + 1, 3.15, f"GPU {gpu}")
+            _box(ax, x + 0.25, 3.6, 1.5, 0.8, "HBM")
+            _arrow(ax, (x + 1, 4.65), (x + 1, 5.25), **thin)
+        _box(ax, left + 0.4, 5.25, 8.6, 0.7, "PCIe", fill=_tint(KIND["wait"]))
+        for x, label in ((left + 0.4, "CPU and its memory"), (left + 4.9, "network cards")):
+            _arrow(ax, (x + 2.05, 5.95), (x + 2.05, 6.6), **thin)
+            _box(ax, x, 6.6, 4.1, 0.9, label)
+        _arrow(ax, (left + 6.95, 7.5), (left + 6.95, 9.1), **thin)
+    _box(ax, 0.3, 9.1, 19.4, 0.9, "InfiniBand, or Ethernet with RoCE", fill=_tint(KIND["recv"]))
+    return figure
+
+
+def bandwidths(links: Sequence[costs.Link] = costs.LINKS) -> Figure:
+    """Bars, on a logarithmic scale: what flows through each link in one direction."""
+    figure = Figure(figsize=(WIDTH, 0.36 * len(links) + 0.75), layout="constrained")
+    ax = figure.subplots()
+    names, values = [link.name for link in links], [link.bandwidth for link in links]
+    ax.barh(names, values, color=[_tint(KIND["send"] if v >= 1e11 else KIND["collective"], 0.7) for v in values])
+    for row, value in enumerate(values):
+        ax.text(value * 1.15, row, f"{_size(value)}/s", va="center", fontsize=TEXT, color=INK)
+    ax.set(xscale="log", xlim=(5e7, 5e14), xlabel="bytes per second, one direction")
+    ax.invert_yaxis()
+    _plain(ax, x=_size)
+    ax.yaxis.grid(False)
+    return figure
+
+
+def ranks(nodes: int = 2, per_node: int = 4) -> Figure:
+    """Who is called what: rank, local rank, node rank and world size."""
+    wide = 2.5 * per_node + 0.5
+    figure, ax = _canvas(nodes * (wide + 0.5) + 0.5, 5)
+    for node in range(nodes):
+        left = 0.5 + node * (wide + 0.5)
+        _box(ax, left, 0.3, wide, 3.5, fill="#F7F7F7")
+        _text(ax, left + 0.3, 0.85, f"node rank {node}", ha="left", weight="bold")
+        for local in range(per_node):
+            rank = node * per_node + local
+            x = left + 0.3 + 2.5 * local
+            _box(ax, x, 1.4, 2.4, 2.1, fill=_tint(RANK[rank % len(RANK)], 0.35))
+            _text(ax, x + 1.2, 1.95, f"rank {rank}", weight="bold")
+            _text(ax, x + 1.2, 2.8, f"local\nrank {local}")
+    _text(ax, 0.5, 4.4, f"world size {nodes * per_node}, local world size {per_node}", ha="left")
+    return figure
+
+
+def tcp_and_rdma() -> Figure:
+    """The stations a byte passes between two GPUs: through both CPUs, or past them."""
+    figure, ax = _canvas(20, 5.7)
+    labels = ["GPU\nmemory", "CPU\nmemory", "socket buffer\nin the kernel", "ring buffer\nof the card"]
+    widths = [1.9, 1.9, 2.6, 2.2]
+    boxes = [(0.2 + sum(widths[:i]) + 0.3 * i, widths[i], labels[i]) for i in range(4)]
+    boxes += [(20 - x - width, width, label) for x, width, label in boxes[::-1]]  # the other side, mirrored
+    rows = ((1.0, "TCP: the CPUs copy and pack", range(8)), (3.9, "RDMA: the cards do it", (0, 3, 4, 7)))
+    for y, title, used in rows:
+        _text(ax, 0.2, y - 0.45, title, ha="left", weight="bold")
+        for i in used:
+            x, width, label = boxes[i]
+            _box(ax, x, y, width, 1.5, label, fill=_tint(KIND["error"], 0.3) if i in (1, 2, 5, 6) else "white")
+        for here, there in itertools.pairwise(used):
+            start, end = boxes[here][0] + boxes[here][1], boxes[there][0]
+            _arrow(ax, (start, y + 0.75), (end, y + 0.75), mutation_scale=8)
+    return figure
+
+
+# Collectives ------------------------------------------------------------------------------------------------
+
+
+def primitive(op: str, p: int = 4) -> Figure:
+    """Before and after a collective: one row of pieces for each rank."""
+
+    def piece(ranks: Iterable[int], k: int) -> Piece:
+        return frozenset(ranks), str(k)
+
+    everyone, pieces = range(p), range(p)
+    own = [[piece([r], k) for k in pieces] for r in everyone]
+    nothing = [[EMPTY] * p for _ in everyone]
+    total = [piece(everyone, k) for k in pieces]
+    shards = [[piece([r], k) if r == k else EMPTY for k in pieces] for r in everyone]
+    before, after = {
+        "broadcast": ([own[0], *nothing[1:]], [own[0]] * p),
+        "scatter": (
+            [own[0], *nothing[1:]],
+            [[piece([0], k) if r == k else EMPTY for k in pieces] for r in everyone],
+        ),
+        "gather": (shards, [[piece([k], k) for k in pieces], *shards[1:]]),
+        "reduce": (own, [total, *own[1:]]),
+        "all_gather": (shards, [[piece([k], k) for k in pieces]] * p),
+        "reduce_scatter": (own, [[total[k] if r == k else EMPTY for k in pieces] for r in everyone]),
+        "all_reduce": (own, [total] * p),
+        "all_to_all": (own, [[piece([k], r) for k in pieces] for r in everyone]),
+    }[op]
+    left, right = 3.2, p + 8.4
+    figure, ax = _canvas(right + p + 1.2, 1.3 * p + 1.2)
+    for x, title in ((left, "before"), (right, "after")):
+        _text(ax, x + p / 2, 0.45, title)
+    for r in everyone:
+        y = 0.9 + 1.3 * r
+        _text(ax, left - 0.4, y + 0.5, f"rank {r}", ha="right")
+        for k in pieces:
+            _piece(ax, left + k, y, before[r][k])
+            _piece(ax, right + k, y, after[r][k])
+    middle = 0.9 + 0.65 * p
+    _arrow(ax, (left + p + 0.6, middle), (right - 0.6, middle), lw=1.6)
+    _text(ax, (left + p + right) / 2, middle - 0.5, op, weight="bold")
+    return figure
+
+
+def ring(op: str, p: int = 4) -> Figure:
+    """A ring reduce-scatter or all-gather, one panel per step; thick outlines: what travels next."""
+    reduce = op == "reduce_scatter"
+    held = [[{r} if reduce or r == k else set() for k in range(p)] for r in range(p)]
+    pitch, left = p + 1.7, 3.0
+    figure, ax = _canvas(left + p * pitch - 1.2, 1.7 * p + 2.3)
+    for step in range(p):
+        x0 = left + step * pitch
+        _text(ax, x0 + p / 2, 0.5, "start" if step == 0 else f"after step {step}")
+        # To be summed a chunk sets out from its owner's right neighbour, to be spread from its owner.
+        leaving = {(k + step + (1 if reduce else 0)) % p: k for k in range(p)}
+        for r in range(p):
+            y = 1.8 + 1.7 * r
+            if step == 0:
+                _text(ax, left - 0.4, y + 0.5, f"rank {r}", ha="right")
+            for k in range(p):
+                _piece(
+                    ax,
+                    x0 + k,
+                    y,
+                    (frozenset(held[r][k]), str(k)),
+                    bold=leaving[r] == k and (reduce or step < p - 1),
+                )
+        if step == p - 1:
+            break
+        for r, k in leaving.items():
+            y, x = 1.8 + 1.7 * r, x0 + k + 0.5
+            _arrow(ax, (x, y + 1), (x, y + 1.7), mutation_scale=9)
+            if r == p - 1:  # the ring closes: in again at the top
+                _arrow(ax, (x, 1.1), (x, 1.8), mutation_scale=9)
+        arrived = {((r + 1) % p, k): held[r][k] for r, k in leaving.items()}
+        for (r, k), ranks_in_it in arrived.items():
+            held[r][k] = held[r][k] | ranks_in_it
+    return figure
+
+
+def _rounds(start: list[set[int]], plan: list[list[tuple[int, int]]], add: bool) -> Figure:
+    """Rounds from top to bottom: what every rank holds, and arrows from sender to receiver in between."""
+    p, across, down, left = len(start), 2.0, 2.3, 3.4
+    held = [set(h) for h in start]
+    figure, ax = _canvas(left + across * max(p, 8), down * (len(plan) + 1) + 0.4)
+    for row in range(len(plan) + 1):
+        y = 0.9 + down * row
+        _text(ax, 0.2, y + 0.5, "start" if row == 0 else f"after round {row}", ha="left")
+        for r in range(p):
+            x = left + across * r
+            if row == 0:
+                _text(ax, x + 0.5, 0.4, f"rank {r}")
+            _piece(ax, x, y, (frozenset(held[r]), ""))
+        if row < len(plan):
+            for sender, receiver in plan[row]:
+                ends = (left + across * sender + 0.5, y + 1), (left + across * receiver + 0.5, y + down)
+                _arrow(ax, *ends, color=RANK[sender % len(RANK)], mutation_scale=10)
+            sent = {receiver: held[sender] for sender, receiver in plan[row]}
+            held = [(held[r] | sent[r] if add else sent[r]) if r in sent else held[r] for r in range(p)]
+    return figure
+
+
+def tree(op: str = "broadcast", p: int = 8) -> Figure:
+    """A binomial tree: a broadcast doubles the number of holders each round; a reduce runs it backwards."""
+    hops = [1 << i for i in range((p - 1).bit_length())]
+    plan = [[(r, r + hop) for r in range(hop) if r + hop < p] for hop in hops]
+    if op == "broadcast":
+        return _rounds([{0}] + [set() for _ in range(p - 1)], plan, add=False)
+    return _rounds([{r} for r in range(p)], [[(b, a) for a, b in turn] for turn in plan[::-1]], add=True)
+
+
+def recursive_doubling(p: int = 8) -> Figure:
+    """An all-reduce in which partners at distance 1, 2, 4, ... exchange whole sums."""
+    core = 1 << (p.bit_length() - 1)  # the largest power of two that fits
+    extra = [(r, r - core) for r in range(core, p)]
+    plan = [[(r, r ^ (1 << i)) for r in range(core)] for i in range(core.bit_length() - 1)]
+    if extra:
+        plan = [extra, *plan, [(b, a) for a, b in extra]]
+    return _rounds([{r} for r in range(p)], plan, add=True)
+
+
+# Curves -----------------------------------------------------------------------------------------------------
+
+
+def _size(nbytes: float, _: object = None) -> str:
+    """4000000 -> 4 MB"""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes:.3g} B"
+
+
+def _duration(seconds: float, _: object = None) -> str:
+    """0.004 -> 4 ms"""
+    for unit, name in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _plain(ax: Axes, x: object = None, y: object = None) -> None:
+    """The look of every plot: faint grid, no box, text of one size, axes that carry units."""
+    ax.grid(True, color=FAINT, lw=0.5, alpha=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.tick_params(labelsize=TEXT, which="both", colors=INK)
+    ax.minorticks_off()
+    for axis, form in ((ax.xaxis, x), (ax.yaxis, y)):
+        axis.label.set_size(TEXT + 0.5)
+        if form:
+            axis.set_major_formatter(FuncFormatter(form))
+
+
+def alpha_beta(
+    alpha: float,
+    bandwidth: float,
+    sizes: Sequence[float] | None = None,
+    seconds: Sequence[float] | None = None,
+) -> Figure:
+    """T = alpha + bytes / bandwidth, its two limits and their crossing; measured points where given."""
+    crossing = alpha * bandwidth
+    x = np.geomspace(min(sizes), max(sizes), 100) if sizes else crossing * np.geomspace(1e-3, 1e3, 100)
+    figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
+    ax = figure.subplots()
+    ax.plot(x, alpha + x / bandwidth, color=RANK[0], lw=2, label="alpha + bytes / bandwidth")
+    ax.plot(x, np.full_like(x, alpha), color=RANK[1], ls="--", label=f"alpha = {_duration(alpha)}")
+    ax.plot(x, x / bandwidth, color=RANK[2], ls="--", label=f"bytes / bandwidth, {_size(bandwidth)}/s")
+    if sizes:
+        ax.plot(sizes, seconds, "o", color=INK, ms=5, label="measured (median)")
+    ax.axvline(crossing, color=FAINT, lw=1)
+    low = 0.35 * min(alpha, *(seconds or [alpha]))
+    ax.annotate(f" equal at {_size(crossing)}", (crossing, low * 1.2), fontsize=TEXT, color=INK)
+    ax.set(xscale="log", yscale="log", xlabel="message size", ylabel="time", ylim=(low, None))
+    _plain(ax, _size, _duration)
+    ax.legend(fontsize=TEXT, frameon=False)
+    return figure
+
+
+def curves(
+    x: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    xlabel: str,
+    ylabel: str,
+    log: str = "xy",
+    units: tuple[str, str] = ("", ""),
+) -> Figure:
+    """Named lines over x. `log` names the logarithmic axes; a unit is "bytes", "seconds" or none."""
+    forms = {"": lambda value, _: f"{value:g}", "bytes": _size, "seconds": _duration}
+    figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
+    ax = figure.subplots()
+    for i, (name, y) in enumerate(series.items()):
+        ax.plot(x, y, color=RANK[i % len(RANK)], lw=2, label=name)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    for axis, scale in (("x", ax.set_xscale), ("y", ax.set_yscale)):
+        if axis in log:
+            scale("log")
+    _plain(ax, forms[units[0]], forms[units[1]])
+    ax.legend(fontsize=TEXT, frameon=False)
+    return figure
