@@ -175,17 +175,17 @@ def _why_blocked(run: Run) -> str | None:
     messages = {r: e for r, e in blocked.items() if e.is_message}
     if blocked and len(messages) == len(blocked):
         partners = all(e.peer in blocked for e in messages.values())
+        alone = ledger.match_messages(run.events)[1]
         if partners and all(e.op == "send" for e in messages.values()):
             if len(messages) == 2:
                 return "both send before either receives; post the receive first (irecv), or batch the two"
             return "every rank sends before it receives; post the receive first (irecv), or batch the two"
-        if partners and all(e.op == "recv" for e in messages.values()):
+        if partners and all(e.op == "recv" for e in alone):
             return "every rank waits to receive and none has sent; somebody has to send first"
         for r, e in messages.items():
             if e.peer in returned:
                 verb = "receives" if e.op == "send" else "sends"
                 return f"rank {e.peer} has returned and never {verb} what rank {r} waits for"
-        alone = ledger.match_messages(run.events)[1]
         for e in alone:
             other = next((o for o in alone if o.rank == e.peer and o.op != e.op and e.is_open), None)
             if other is not None and other.peer != e.rank:
@@ -291,7 +291,7 @@ def printed(run: Run) -> str:
             continue
         which = f"the last {PRINTED} of {len(lines)} lines" if len(lines) > PRINTED else ""
         if run.dropped[r]:
-            which = f"up to where {run.dropped[r] / 2**20:.1f} MiB more were dropped"
+            which = f"which printed {run.dropped[r] / 2**20:.1f} MiB more than is kept"
         who = f"rank {r}" if run.world_size > 1 else ""
         head = ", ".join(filter(None, (who, which)))
         return "\n".join(([f"{head}:"] if head else []) + [line[:200] for line in lines[-PRINTED:]])
