@@ -59,6 +59,6 @@ def reworded(failure: ranks.RunFailed, file: Path, functions: dict[str, str]) ->
     if kind == "TypeError" and called and called[1] in functions:
         facts = [(label, text) for label, text in failure.facts if label == "case"]
         facts.append(("your line", functions[called[1]]))
-        facts.append(("perhaps", "its parameters are not those of the skeleton any more: the same ones, in that order"))
+        facts.append(("perhaps", "keep the parameters of the skeleton, all of them and in the same order"))
         return Finding("failed", message, facts)
     return failure

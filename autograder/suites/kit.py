@@ -214,7 +214,7 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
     if wanted == "ValueError":
         return None if found == "ValueError" else ("a ValueError", _what(found))
     if isinstance(found, bool) or not isinstance(found, int | float):
-        return f"{wanted:.9g}", "a ValueError" if found == "ValueError" else _what(found)
+        return f"the number {wanted:.9g}", "a ValueError" if found == "ValueError" else _what(found)
     if abs(found - wanted) <= rtol * abs(wanted):
         return None
     return f"{wanted:.9g}", f"{found:.9g}"

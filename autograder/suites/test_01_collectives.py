@@ -713,6 +713,7 @@ def expect_numbers(
                 case=f"{function}({', '.join(map(repr, arguments))})",
                 expected=wrong[0],
                 found=wrong[1],
+                line=ranks.definition(function),
                 perhaps=hint,
             )
 
