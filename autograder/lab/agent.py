@@ -232,4 +232,5 @@ def _exit_text(status: int) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it then hangs up
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    with contextlib.suppress(ConnectionError):  # the driver has ended, perhaps before we were ready
+        serve(socket.socket(fileno=int(sys.argv[1])))

@@ -13,6 +13,7 @@ SIGNALS = {
     "SIGKILL": "killed (SIGKILL): by the code itself, or by the machine because it ran out of memory",
     "SIGABRT": "aborted by a library (SIGABRT)",
 }
+PRINTED = 5  # lines of a rank's output that are shown
 
 
 def explain(run: Run) -> tuple[str, str, list[tuple[str, str]]]:
@@ -21,7 +22,8 @@ def explain(run: Run) -> tuple[str, str, list[tuple[str, str]]]:
     case = _case(run)
     if case:
         facts.insert(0, ("case", case))
-    if status in ("failed", "crashed") and (shown := _output(run)):
+    shown = printed(run)
+    if shown and status in ("failed", "crashed", "timeout", "deadlock"):
         facts.append(("printed", shown))
     return status, title, facts
 
@@ -113,7 +115,9 @@ def _timeout(run: Run) -> tuple[str, str, list]:
 
 def _forbidden(run: Run) -> tuple[str, str, list]:
     event = next(e for e in run.events if e.refused)
-    return "forbidden", event.refused, [("your line", _line(event))] if event.where else []
+    case = next((e.api for e in reversed(run.of(event.rank, "case")) if e.index < event.index), None)
+    facts = [("case", case)] if case and not _case(run) else []  # the rank may have gone on and returned
+    return "forbidden", event.refused, facts + ([("your line", _line(event))] if event.where else [])
 
 
 def _lost(run: Run) -> tuple[str, str, list]:
@@ -213,11 +217,11 @@ def _why_messages_blocked(run: Run, messages: dict[int, Event], returned: list[i
         who = "both send" if len(messages) == 2 else "every rank sends"
         what = "before either receives" if len(messages) == 2 else "before it receives"
         return f"{who} {what}; post the receive first (irecv), or batch the two"
-    if partners and all(e.op == "recv" for e in messages.values()):
+    if partners and all(e.op == "recv" for e in alone):  # else something was sent that nobody receives
         return "every rank waits to receive and none has sent; somebody has to send first"
     for e in alone:
         other = next((o for o in alone if o.rank == e.peer and o.op != e.op and o.is_open), None)
-        if e.is_open and other is not None and other.peer != e.rank:
+        if other is not None and other.peer != e.rank:
             ends = [f"rank {o.rank}: {o} ({o.where})" for o in (e, other)]
             return f"{', but '.join(ends)}: is the peer right?"
     for r, e in messages.items():
@@ -348,12 +352,16 @@ def _is_gloo(line: str) -> bool:
     return "gloo::EnforceNotMet" in line or "[enforce fail at" in line
 
 
-def _output(run: Run) -> str:
-    """The last lines of what a rank printed: of one that raised or died rather than of another."""
-    order = sorted(range(run.world_size), key=lambda r: not (run.errors[r] or r in run.exits))
-    for r in order:
-        lines = [line[:200] for line in run.output[r].splitlines() if line.strip() and not _is_gloo(line)]
-        if lines:
-            more = f" (and {run.dropped[r]:,} bytes more)" if run.dropped[r] else ""
-            return "\n".join([f"rank {r}{more}:", *lines[-5:]])
+def printed(run: Run) -> str:
+    """The end of what one rank printed: of one that raised or died, if that printed anything, or the lowest rank."""
+    for r in sorted(range(run.world_size), key=lambda r: not (run.errors[r] or r in run.exits)):
+        lines = [line for line in run.output[r].splitlines() if line.strip() and not _is_gloo(line)]
+        if not lines:
+            continue
+        which = f"the last {PRINTED} of {len(lines)} lines" if len(lines) > PRINTED else ""
+        if run.dropped[r]:
+            which = f"which printed {run.dropped[r] / 2**20:.1f} MiB more than is kept"
+        who = f"rank {r}" if run.world_size > 1 else ""
+        head = ", ".join(filter(None, (who, which)))
+        return "\n".join(([f"{head}:"] if head else []) + [line[:200] for line in lines[-PRINTED:]])
     return ""

@@ -137,7 +137,7 @@ def run(
         student: file that `rank_context.student` loads.
         roots: path prefixes of files whose lines are reported as the caller's; the student's folder is added.
         refuse: see `Only`.
-        check: raise `RunFailed` unless every rank returned.
+        check: raise `RunFailed` unless every rank returned and no call was refused.
 
     Raises:
         RunFailed: with status failed, not_implemented, forbidden, crashed, deadlock, timeout or infrastructure.

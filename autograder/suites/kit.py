@@ -150,14 +150,21 @@ def difference(found: object, expect: Expect) -> tuple[str, str] | None:
     )
 
 
+KINDS = {str: "text", int: "an int", float: "a float", bool: "a bool", list: "a tuple or list", dict: "a dict"}
+
+
 def _what(value: object) -> str:
     if value is None:
         return "None"
     if isinstance(value, dict) and "__unexpected__" in value:
-        return f"a {value['__unexpected__']}"
-    if type(value) is float:
+        return f"an object of {value['__unexpected__']}"
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"a tensor of shape {list(value.shape)}"
+    if type(value) in (int, float):
         return f"{value:.9g}"
-    return f"{type(value).__name__} {repr(value)[:60]}"
+    text = repr(value)
+    kind = KINDS.get(type(value), type(value).__name__)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
 
 def _number(value: torch.Tensor) -> str:
@@ -197,7 +204,7 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
     """(expected, found) in words where a number, a tuple of numbers or a "ValueError" is not as wanted."""
     if isinstance(wanted, tuple):
         if not isinstance(found, list) or len(found) != len(wanted):
-            return f"{len(wanted)} numbers", _what(found)
+            return f"a tuple of {len(wanted)} numbers", _what(found)
         for f, w in zip(found, wanted, strict=True):
             if numbers_agree(f, w, rtol):
                 return ", ".join(f"{x:.9g}" for x in wanted), ", ".join(_what(x) for x in found)
@@ -207,7 +214,7 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
     if wanted == "ValueError":
         return None if found == "ValueError" else ("a ValueError", _what(found))
     if isinstance(found, bool) or not isinstance(found, int | float):
-        return f"{wanted:.9g}", "a ValueError" if found == "ValueError" else _what(found)
+        return f"the number {wanted:.9g}", "a ValueError" if found == "ValueError" else _what(found)
     if abs(found - wanted) <= rtol * abs(wanted):
         return None
     return f"{wanted:.9g}", f"{found:.9g}"

@@ -9,6 +9,7 @@ import torch
 from autograder.lab import ledger
 from autograder.lab.ranks import PerRank, Run
 from autograder.suites.kit import (
+    KINDS,
     P2P_ONLY,
     Expect,
     Module,
@@ -226,17 +227,27 @@ def compare(function: str, call: Call, number: int, rank: int, i: int, run: Run,
     returned, *after = run.values[rank][number]
     where = f"on rank {rank}"
     if returned is not None and not (isinstance(returned, torch.Tensor) and returned.numel() == 0):
-        what = "a tensor" if isinstance(returned, torch.Tensor) else f"a {type(returned).__name__}"
+        what = KINDS.get(type(returned), "a tensor" if isinstance(returned, torch.Tensor) else "something")
         fail(
             case=call.name,
             expected="the result in the tensors that were passed, and nothing returned",
-            found=f"{what} returned {where}",
-            perhaps="the result is in a new tensor; copy it into the one that was passed",
+            found=f"{what} is returned {where}",
+            line=definition,
+            perhaps="the result is in a new tensor; copy it into the one that was passed"
+            if isinstance(returned, torch.Tensor)
+            else None,
         )
     names = ARGUMENT_NAMES[function]
     at = 0  # position in `before`, which holds all tensors of the arguments one after the other
     for position, expect in enumerate(call.expect[i]):
         several = isinstance(expect, list)
+        if several and len(after[position]) != len(expect):
+            fail(
+                case=call.name,
+                expected=f"{names[position]} {where}: the list that was passed, of length {len(expect)}",
+                found=f"a list of length {len(after[position])}",
+                line=definition,
+            )
         for k, one in enumerate(expect if several else [expect]):
             if one is None:
                 continue
@@ -695,11 +706,14 @@ def expect_numbers(
     for (arguments, wanted), found in zip(table, run.values[0], strict=True):
         wrong = numbers_agree(found, wanted)
         if wrong:
-            hint = next((h for key, h in (perhaps or {}).items() if key in map(str, arguments)), None)
+            hint = "the function ends without a `return`" if found is None else None
+            if isinstance(found, int | float):
+                hint = next((h for key, h in (perhaps or {}).items() if key in map(str, arguments)), None)
             fail(
                 case=f"{function}({', '.join(map(repr, arguments))})",
                 expected=wrong[0],
                 found=wrong[1],
+                line=ranks.definition(function),
                 perhaps=hint,
             )
 
