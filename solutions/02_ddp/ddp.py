@@ -324,7 +324,8 @@ class BucketedDDP(OverlappedDDP):
       that would take this bucket beyond the cap closes it and opens the next. So a gradient larger than the cap has a
       bucket of its own, and the buckets are the same on every rank, whatever happens in backward.
     * Each bucket has one all-reduce, issued in backward as soon as its gradients and those of all buckets before it are
-      ready: before the next gradient is computed. The last bucket may also be sent by `finish_gradient_synchronization`.
+      ready: before the next gradient is computed. The last bucket may also be left to
+      `finish_gradient_synchronization`.
     * In which order buckets of different dtypes follow each other is open.
 
     Args:
@@ -358,8 +359,8 @@ def train_ddp(
     holds here, and besides:
 
     * The run starts from the weights that the group's first rank has, wherever the others start.
-    * Every rank draws the whole global batch, of config.batch_size sequences, from the same random numbers, and computes
-      on its own block of rows of it (`shard_batch`) only.
+    * Every rank draws the whole global batch, of config.batch_size sequences, from the same random numbers, and
+      computes on its own block of rows of it (`shard_batch`) only.
     * A checkpoint is saved by the group's first rank only, of the bare model: one that `train` can resume from. When
       this function returns on any rank, the last one is on the disk. Resumed from a checkpoint of any number of ranks,
       the run goes on as if it had never stopped.
