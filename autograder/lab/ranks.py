@@ -155,7 +155,8 @@ def run(
     try:
         for r in range(world_size):
             own = [a[r] if isinstance(a, PerRank) else a for a in args]
-            (folder / rank_files.ARGS.format(r)).write_bytes(_pickle((fn, own, refuse, dict(refused_names or {}), roots), fn))
+            sent = fn, own, refuse, dict(refused_names or {}), roots
+            (folder / rank_files.ARGS.format(r)).write_bytes(_pickle(sent, fn))
         job = {
             "folder": str(folder), "world_size": world_size, "backend": backend, "timeout": timeout, "stall": stall,
             "memory_limit": memory_limit if backend != "nccl" else None, "student": str(student) if student else None,

@@ -176,12 +176,12 @@ def _numbers(tensor: torch.Tensor) -> str:
 def expect_nothing_left(run: Run) -> None:
     """Every operation was waited for, and no thread or process was left running."""
     for event in run.unwaited():
-        verb = "receives" if event.op == "recv" else "sends"
         fail(
-            expected="every isend and irecv waited for before the function returns",
-            found=f"rank {event.rank} {verb} without waiting ({event})",
+            expected="everything that was started is waited for",
+            found=f"rank {event.rank} starts and never waits for: {event}",
             line=event,
-            perhaps="the work that isend, irecv or batch_isend_irecv returns was dropped; call .wait() on each",
+            perhaps="the work that isend, irecv, batch_isend_irecv and async_op=True return was dropped; "
+            "call .wait() on each",
         )
     if run.left:
         fail(expected="nothing left running", found="; ".join(run.left))
