@@ -147,9 +147,9 @@ def ranks(request: pytest.FixtureRequest):
         return grading.run
 
     def definition(function: str) -> str:
-        """Where the student's file defines a function, for what no single line of it has caused."""
+        """Where the student's file defines a function or class, for what no single line of it has caused."""
         for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
-            if line.startswith(f"def {function}("):
+            if line.startswith((f"def {function}(", f"class {function}(")):
                 return f"{file.name}:{number}   {line}"
         return file.name
 
