@@ -1,7 +1,8 @@
 """A student's file before any problem is judged: whether it can be loaded, and what functions it has."""
 
+import contextlib
 import difflib
-import linecache
+import inspect
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def load(module: Module, file: Path) -> dict[str, str]:
     """Load the file on a rank of its own.
 
     Returns:
-        Its functions: name -> "collectives.py:64   def broadcast(tensor, src, group=None):".
+        Its functions and classes: name -> "collectives.py:64   def broadcast(tensor, src, group=None):".
 
     Raises:
         Finding: it cannot be loaded.
@@ -33,13 +34,15 @@ def load(module: Module, file: Path) -> dict[str, str]:
 
 
 def _functions(context: ranks.rank_files.RankContext) -> dict[str, str]:
-    """On a rank: the functions that the student's file defines, each with its line."""
+    """On a rank: the functions and classes that the student's file defines, each with its line."""
     student, found = context.student, {}
     for name, value in vars(student).items():
-        code = getattr(value, "__code__", None)
-        if code is not None and getattr(value, "__module__", None) == student.__name__:
-            line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-            found[name] = f"{Path(code.co_filename).name}:{code.co_firstlineno}   {line}"
+        if inspect.isroutine(value) or inspect.isclass(value):
+            with contextlib.suppress(OSError, TypeError):  # without source, or not the student's own
+                file = inspect.getsourcefile(value)
+                lines, number = inspect.getsourcelines(value)
+                if file == student.__file__:
+                    found[name] = f"{Path(file).name}:{number}   {lines[0].strip()}"
     return found
 
 

@@ -127,7 +127,10 @@ def ranks(request: pytest.FixtureRequest):
 
     def run(fn: Callable, world_size: int, *args: object, **settings: object) -> lab_ranks.Run:
         grading.sizes.append(world_size)
-        settings = {"timeout": module.timeout, "refuse": module.refuse, "backend": grading.backend} | settings
+        settings = {
+            "timeout": module.timeout, "refuse": module.refuse, "refused_names": module.refused_names,
+            "backend": grading.backend,
+        } | settings  # fmt: skip
         try:
             grading.run = lab_ranks.run(fn, world_size, *args, student=file, **settings)
         except lab_ranks.RunFailed as failure:

@@ -7,6 +7,7 @@ its outcome as JSON, and its return value as tensors and plain values that `torc
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import importlib.util
 import json
 import mmap
@@ -74,10 +75,35 @@ class RankContext:
         finally:
             self._recorder.log.write("done", index, self._recorder.log.now())
 
+    def mark(self, text: str) -> None:
+        """Mark a moment in the order of events, such as "the gradient of x is computed"."""
+        self._recorder.mark("span", text)
+
     def group(self, ranks: list[int]) -> dist.ProcessGroup | None:
         """A subgroup of these global ranks. Every rank calls it; a rank outside gets None."""
         group = dist.new_group(ranks)
         return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
+
+
+def refuse_names(names: dict[str, str]) -> None:
+    """Make classes and functions raise `Forbidden` when they are called, by whatever name they are imported later.
+
+    Args:
+        names: full name -> what to do instead.
+    """
+    for name, advice in names.items():
+        owner, _, last = name.rpartition(".")
+        target = getattr(importlib.import_module(owner), last)
+
+        def refuse(*args: object, _reason: str = f"{last} is refused here: {advice}", **kwargs: object) -> None:
+            raise ledger.Forbidden(_reason)
+
+        if isinstance(target, type):
+            target.__init__ = refuse
+            continue
+        for module in [m for n, m in sys.modules.items() if n.startswith("torch")]:
+            for key in [k for k, v in vars(module).items() if v is target]:
+                setattr(module, key, refuse)
 
 
 def load_module(path: Path) -> types.ModuleType:
@@ -101,10 +127,11 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
         log_fd = os.open(folder / LOG.format(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         log = ledger.Log(log_fd, memory, rank, job["clock0"])
         log.state(ledger.RUNNING)
-        fn, args, refuse, roots = _take_arguments(folder, rank)
+        fn, args, refuse, refused_names, roots = _take_arguments(folder, rank)
         os.register_at_fork(after_in_child=log.mute)
         recorder = ledger.Recorder(log, tuple(roots), refuse)
         recorder.install()
+        refuse_names(refused_names)
         device = _join_group(job, rank, folder, log)
         context = RankContext(rank, job["world_size"], device, recorder, job["student"])
         threads = set(threading.enumerate())

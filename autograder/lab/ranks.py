@@ -11,7 +11,7 @@ import stat
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,6 +122,7 @@ def run(
     student: Path | None = None,
     roots: Sequence[str] = (),
     refuse: Callable[[str, str], str | None] | None = None,
+    refused_names: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> Run:
     """Run `fn(rank_context, *args)` on fresh ranks and return what they gave.
@@ -137,6 +138,7 @@ def run(
         student: file that `rank_context.student` loads.
         roots: path prefixes of files whose lines are reported as the caller's; the student's folder is added.
         refuse: see `Only`.
+        refused_names: full names of classes and functions that must not be called -> what to do instead.
         check: raise `RunFailed` unless every rank returned and no call was refused.
 
     Raises:
@@ -153,7 +155,8 @@ def run(
     try:
         for r in range(world_size):
             own = [a[r] if isinstance(a, PerRank) else a for a in args]
-            (folder / rank_files.ARGS.format(r)).write_bytes(travel.pack((fn, own, refuse, roots), fn))
+            sent = fn, own, refuse, dict(refused_names or {}), roots
+            (folder / rank_files.ARGS.format(r)).write_bytes(travel.pack(sent, fn))
         job = {
             "folder": str(folder), "world_size": world_size, "backend": backend, "timeout": timeout, "stall": stall,
             "memory_limit": memory_limit if backend != "nccl" else None, "student": str(student) if student else None,

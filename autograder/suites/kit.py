@@ -4,8 +4,8 @@ A suite is a pytest file with a `MODULE` and functions marked with `check`. Each
 runs a function on ranks with the student's file loaded there, and compares what comes back here, in the driver.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -43,7 +43,8 @@ class Module:
         title: one line.
         files: the student's files that are taken, the module's own .py first.
         problems: in the order of the worksheet; their points add up to 100.
-        refuse: which calls are not allowed (see `Only`).
+        refuse: which operators are not allowed (see `Only`).
+        refused_names: full names of classes and functions that are not allowed -> what to do instead.
         timeout: seconds for one run on ranks.
     """
 
@@ -52,6 +53,7 @@ class Module:
     files: Sequence[str]
     problems: Sequence[Problem]
     refuse: Callable[[str, str], str | None] | None = None
+    refused_names: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 10.0
 
     def problem(self, name: str) -> Problem:
@@ -181,12 +183,12 @@ def _numbers(tensor: torch.Tensor) -> str:
 def expect_nothing_left(run: Run) -> None:
     """Every operation was waited for, and no thread or process was left running."""
     for event in run.unwaited():
-        verb = "receives" if event.op == "recv" else "sends"
         fail(
-            expected="every isend and irecv waited for before the function returns",
-            found=f"rank {event.rank} {verb} without waiting ({event})",
+            expected="everything that was started is waited for",
+            found=f"rank {event.rank} starts and never waits for: {event}",
             line=event,
-            perhaps="the work that isend, irecv or batch_isend_irecv returns was dropped; call .wait() on each",
+            perhaps="the work that isend, irecv, batch_isend_irecv and async_op=True return was dropped; "
+            "call .wait() on each",
         )
     if run.left:
         fail(expected="nothing left running", found="; ".join(run.left))
