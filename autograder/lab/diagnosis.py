@@ -106,7 +106,9 @@ def _timeout(run: Run) -> tuple[str, str, list]:
     who = "the code was" if run.world_size == 1 else "ranks were"
     if len(running) == 1 < run.world_size:
         who = f"rank {running[0]} was"
-    advice = "a loop that never ends, or a sleep" if running else "far too many or too large messages"
+    advice = "a loop that never ends, or a sleep"
+    if not running:
+        advice = "far too many or too large messages; or a loop around is_completed(), where gloo needs wait()"
     pending = [e for e in run.unwaited() if e.rank in running]
     if pending and len(running) < run.world_size:
         advice += "; or PyTorch itself waits for another rank inside this line"
