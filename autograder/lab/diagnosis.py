@@ -97,6 +97,9 @@ def _deadlock(run: Run) -> tuple[str, str, list]:
 
 
 def _timeout(run: Run) -> tuple[str, str, list]:
+    if ledger.STARTING in run.states:  # no line of the caller's has run there yet
+        r = run.states.index(ledger.STARTING)
+        return "infrastructure", f"rank {r} had not joined the others after {3 * run.timeout:.0f} s", []
     running = [r for r in range(run.world_size) if run.states[r] == ledger.RUNNING]
     facts = []
     for r in running[:4]:

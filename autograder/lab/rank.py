@@ -126,7 +126,6 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
         _become_a_rank(folder, rank, output_fd, job["memory_limit"])
         log_fd = os.open(folder / LOG.format(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         log = ledger.Log(log_fd, memory, rank, job["clock0"])
-        log.state(ledger.RUNNING)
         fn, args, refuse, refused_names, roots = _take_arguments(folder, rank)
         os.register_at_fork(after_in_child=log.mute)
         recorder = ledger.Recorder(log, tuple(roots), refuse)
@@ -198,7 +197,6 @@ def _join_group(job: dict, rank: int, folder: Path, log: ledger.Log) -> str:
     if job["backend"] == "nccl":
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    log.state(ledger.WAITING)
     store = dist.FileStore(str(folder / "store"), job["world_size"])
     dist.init_process_group(job["backend"], store=store, rank=rank, world_size=job["world_size"])
     log.state(ledger.RUNNING)
