@@ -138,12 +138,12 @@ FILES = {  # mistake -> the file, what is checked, words that the verdict must h
     "a send that is not waited for": (
         changed(WAITS, "for work in dist.batch_isend_irecv(ops)[len(sends) :] if ops else []:"),
         "scatter_values",
-        ["every isend and irecv waited for", "sends without waiting (send to ", "collectives.py:49", ".wait()"],
+        ["never waits for: send to ", "collectives.py:49", "call .wait() on each"],
     ),
     "a receive that is not waited for": (
         changed(WAITS, "for work in dist.batch_isend_irecv(ops)[: len(sends)] if ops else []:"),
         "broadcast_values",
-        ["receives without waiting (recv from ", ".wait()"],
+        ["never waits for: recv from ", "collectives.py:49", "call .wait() on each"],
     ),
     "both send first": (
         changed(
@@ -194,8 +194,6 @@ FILES = {  # mistake -> the file, what is checked, words that the verdict must h
         "ring_all_gather_traffic",
         [
             "rank 0 waits in recv from 1",
-            "rank 0: recv from 1",
-            "but rank 1: send to 2",
             "is the peer right?",
         ],
     ),
@@ -216,9 +214,9 @@ FILES = {  # mistake -> the file, what is checked, words that the verdict must h
         ["forbidden", "float32 of shape [4]", "all_reduce is refused here", "dist.all_reduce(tensor, group=group)"],
     ),
     "an endless loop": (
-        with_function("def broadcast(tensor, src, group=None):\n    s = 1\n    while s < 4:\n        s *= 1\n"),
+        with_function("def broadcast(tensor, src, group=None):\n    s = 1\n    while s < 4: s *= 1\n"),
         "broadcast_values",
-        ["timeout", "still running after 1 s", "while s < 4:", "end condition never becomes true"],
+        ["timeout", "still running after 1 s", "while s < 4: s *= 1", "a loop that never ends"],
     ),
     "an endless loop outside of any function": (
         f"{REFERENCE}\nwhile True:\n    pass\n",
