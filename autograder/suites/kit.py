@@ -82,6 +82,7 @@ def fail(
     case: str | None = None,
     line: Event | str | None = None,
     perhaps: str | None = None,
+    status: str = "failed",
 ) -> None:
     """End a check: say what was expected and found, on which line of the student's, and the likely misconception."""
     if isinstance(line, Event):
@@ -93,7 +94,7 @@ def fail(
         ("your line", line),
         ("perhaps", perhaps),
     ]
-    raise CheckFailed("failed", "", [(label, text) for label, text in facts if text])
+    raise CheckFailed(status, "", [(label, text) for label, text in facts if text])
 
 
 # --------------------------------------------------------------------------------------------------------- values
