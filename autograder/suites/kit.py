@@ -144,7 +144,8 @@ def difference(found: object, expect: Expect) -> tuple[str, str] | None:
     if not bool(wrong.any()):
         return None
     if wanted.numel() <= 8:
-        return _numbers(ref), _numbers(got)
+        digits = 6 if _numbers(ref) != _numbers(got) else 17
+        return _numbers(ref, digits), _numbers(got, digits)
     at = tuple(int(i) for i in wrong.nonzero()[0])
     where = at[0] if len(at) == 1 else at
     return (
@@ -170,12 +171,14 @@ def _what(value: object) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
 
-def _number(value: torch.Tensor) -> str:
-    return f"{value.item():.6g}" if value.dtype.is_floating_point else str(value.item())
+def _number(value: torch.Tensor, digits: int = 9) -> str:
+    return f"{value.item():.{digits}g}" if value.dtype.is_floating_point else str(value.item())
 
 
-def _numbers(tensor: torch.Tensor) -> str:
-    return "[" + ", ".join(_number(v) for v in tensor.flatten()) + "]" if tensor.ndim <= 1 else str(tensor.tolist())
+def _numbers(tensor: torch.Tensor, digits: int = 6) -> str:
+    if tensor.ndim > 1:
+        return str(tensor.tolist())
+    return "[" + ", ".join(_number(v, digits) for v in tensor.flatten()) + "]"
 
 
 # -------------------------------------------------------------------------------------------------------- traffic
