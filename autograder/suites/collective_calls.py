@@ -229,7 +229,7 @@ def expect_dtype(call: Call, events: list[Event]) -> None:
                 expected=f"messages of {dtype}, as the tensors are",
                 found=f"a message of {e.dtype} (rank {e.rank}, {e})",
                 line=e,
-                perhaps="a buffer was made without the tensor's dtype: use torch.empty_like(tensor) or tensor.new_zeros(n)",
+                perhaps="a buffer lacks the tensor's dtype: use torch.empty_like(tensor) or tensor.new_zeros(n)",
             )
 
 
