@@ -115,7 +115,7 @@ def _timeout(run: Run) -> tuple[str, str, list]:
     pending = [e for e in run.unwaited() if e.rank in running]
     if pending and len(running) < run.world_size:
         advice += "; or PyTorch itself waits for another rank inside this line"
-    return "timeout", f"{who} still running after {run.timeout:.0f} s", facts + _perhaps(advice)
+    return "timeout", f"{who} still running after {run.timeout:g} s", facts + _perhaps(advice)
 
 
 def _forbidden(run: Run) -> tuple[str, str, list]:

@@ -269,9 +269,10 @@ class Recorder(TorchDispatchMode):
         frame, calls, fallback = sys._getframe(2), [], None
         while frame is not None:
             path = frame.f_code.co_filename
-            if path.startswith(self.roots):
+            library = is_library(path)
+            if not library and path.startswith(self.roots):
                 break
-            if is_library(path):
+            if library:
                 name = frame.f_code.co_name
                 if fallback is None and _DISTRIBUTED in path and name != "wrapper":
                     calls.append(name)
@@ -360,7 +361,9 @@ class _OnThread(TorchDispatchMode):
         return self.recorder.__torch_dispatch__(func, types, args, kwargs)
 
 
+@functools.cache
 def is_library(path: str) -> bool:
+    """Whether a file is PyTorch's, Python's, an installed package's or the lab's own: never "the student's line"."""
     if path.startswith("<"):  # of code without a file, only a notebook's is the caller's own
         return not path.startswith("<ipython")
     return path.startswith((_TORCH, _LAB, _STANDARD)) or "site-packages" in path
@@ -381,7 +384,8 @@ def _position(frame) -> tuple[str, str]:
 def file_name(path: str, function: str) -> str:
     """How a file is called in messages; in a notebook, the function stands for the cell."""
     name = Path(path).name
-    return name if name == path or os.path.exists(path) else function  # noqa: PTH110
+    in_notebook = path.startswith("<ipython") or (name != path and not Path(path).exists())
+    return function if in_notebook else name
 
 
 def _describe(namespace: str, op: str, calls: list[str], named: dict) -> tuple:
