@@ -273,7 +273,7 @@ def train(
     all parameters, with learning rate `cosine_lr(s)`, weight decay config.weight_decay, and AdamW's defaults for the
     rest. (In module 02 every rank draws the same global batch in this way and keeps its own rows of it.)
 
-    Unless config.checkpoint_path is None, a checkpoint is saved there whenever the number of steps done is a multiple of
+    Unless config.checkpoint_path is None, a checkpoint is saved there when the number of steps done is a multiple of
     config.checkpoint_interval, and after the last step.
 
     Args:
