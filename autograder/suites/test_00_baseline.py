@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autograder.lab.gpt import tiny
-from autograder.suites.kit import Expect, Module, Problem, check, difference, fail, numbers_agree
+from autograder.suites.kit import Expect, Module, Problem, check, difference, fail, numbers_agree, one_thread
 
 MODULE = Module(
     "00_baseline",
@@ -1028,6 +1028,7 @@ def text(rng: torch.Generator, length: int = 400) -> np.ndarray:
     return torch.where(noise, torch.randint(0, 64, (length,), generator=rng), phrase).numpy().astype(np.uint16)
 
 
+@one_thread()
 def wanted_run(weights: dict, tokens: np.ndarray, settings: dict) -> dict:
     """Losses, learning rates and batches of a run, computed here, with AdamW written out."""
     model = MODELS["gpt"]()
