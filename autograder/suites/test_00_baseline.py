@@ -675,7 +675,7 @@ def in_a_copy(action: Callable[[], None]) -> None:
     os.waitpid(pid, 0)
 
 
-def loaded(context, states: dict, path: Path) -> object:
+def loaded(context, states: dict, path: str | Path) -> object:
     """The iteration of the checkpoint at the path, or in words why there is none."""
     try:
         iteration = context.student.load_checkpoint(path, *fresh(states, context.device))
@@ -753,9 +753,9 @@ def test_checkpoint_disk_full(ranks, rng):
         """Saves as iteration 2 over iteration 1 where no file may get larger than a part of the checkpoint."""
         model, optimizer = rebuilt(states, context.device)
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "checkpoint.pt"
+            path = f"{folder}/checkpoint.pt"
             context.student.save_checkpoint(model, optimizer, 1, path)
-            size, hard = path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            size, hard = Path(path).stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 
             def limited(room: int) -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
