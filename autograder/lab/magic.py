@@ -170,7 +170,7 @@ class Ledger:
         self.rows = []
         groups: dict[tuple, list[Event]] = defaultdict(list)
         for e in run.events:
-            if e.op not in ("case", "span", "recv"):
+            if e.op == "send" or e.is_collective:
                 groups[e.rank, str(e), f"{e.where}  {e.code}"[:60]].append(e)
         for (rank, operator, line), events in groups.items():
             self.rows.append(

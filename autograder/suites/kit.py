@@ -5,8 +5,8 @@ runs a function on ranks with the student's file loaded there, and compares what
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -44,7 +44,8 @@ class Module:
         title: one line.
         files: the student's files that are taken, the module's own .py first.
         problems: in the order of the worksheet; their points add up to 100.
-        refuse: which calls are not allowed (see `Only`).
+        refuse: which operators are not allowed (see `Only`).
+        refused_names: full names of classes and functions that are not allowed -> what to do instead.
         timeout: seconds for one run on ranks.
     """
 
@@ -53,6 +54,7 @@ class Module:
     files: Sequence[str]
     problems: Sequence[Problem]
     refuse: Callable[[str, str], str | None] | None = None
+    refused_names: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 10.0
 
     def problem(self, name: str) -> Problem:
@@ -81,6 +83,7 @@ def fail(
     case: str | None = None,
     line: Event | str | None = None,
     perhaps: str | None = None,
+    status: str = "failed",
 ) -> None:
     """End a check: say what was expected and found, on which line of the student's, and the likely misconception."""
     if isinstance(line, Event):
@@ -92,7 +95,7 @@ def fail(
         ("your line", line),
         ("perhaps", perhaps),
     ]
-    raise CheckFailed("failed", "", [(label, text) for label, text in facts if text])
+    raise CheckFailed(status, "", [(label, text) for label, text in facts if text])
 
 
 # --------------------------------------------------------------------------------------------------------- values
@@ -162,14 +165,21 @@ def difference(found: object, expect: Expect) -> tuple[str, str] | None:
     )
 
 
+KINDS = {str: "text", int: "an int", float: "a float", bool: "a bool", list: "a tuple or list", dict: "a dict"}
+
+
 def _what(value: object) -> str:
     if value is None:
         return "None"
     if isinstance(value, dict) and "__unexpected__" in value:
-        return f"a {value['__unexpected__']}"
-    if type(value) is float:
+        return f"an object of {value['__unexpected__']}"
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"a tensor of shape {list(value.shape)}"
+    if type(value) in (int, float):
         return f"{value:.9g}"
-    return f"{type(value).__name__} {repr(value)[:60]}"
+    text = repr(value)
+    kind = KINDS.get(type(value), type(value).__name__)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
 
 def _number(value: torch.Tensor) -> str:
@@ -186,12 +196,12 @@ def _numbers(tensor: torch.Tensor) -> str:
 def expect_nothing_left(run: Run) -> None:
     """Every operation was waited for, and no thread or process was left running."""
     for event in run.unwaited():
-        verb = "receives" if event.op == "recv" else "sends"
         fail(
-            expected="every isend and irecv waited for before the function returns",
-            found=f"rank {event.rank} {verb} without waiting ({event})",
+            expected="everything that was started is waited for",
+            found=f"rank {event.rank} starts and never waits for: {event}",
             line=event,
-            perhaps="the work that isend, irecv or batch_isend_irecv returns was dropped; call .wait() on each",
+            perhaps="the work that isend, irecv, batch_isend_irecv and async_op=True return was dropped; "
+            "call .wait() on each",
         )
     if run.left:
         fail(expected="nothing left running", found="; ".join(run.left))
@@ -209,7 +219,7 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
     """(expected, found) in words where a number, a tuple of numbers or a "ValueError" is not as wanted."""
     if isinstance(wanted, tuple):
         if not isinstance(found, list) or len(found) != len(wanted):
-            return f"{len(wanted)} numbers", _what(found)
+            return f"a tuple of {len(wanted)} numbers", _what(found)
         for f, w in zip(found, wanted, strict=True):
             if numbers_agree(f, w, rtol):
                 return ", ".join(f"{x:.9g}" for x in wanted), ", ".join(_what(x) for x in found)
@@ -219,7 +229,7 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
     if wanted == "ValueError":
         return None if found == "ValueError" else ("a ValueError", _what(found))
     if isinstance(found, bool) or not isinstance(found, int | float):
-        return f"{wanted:.9g}", "a ValueError" if found == "ValueError" else _what(found)
+        return f"the number {wanted:.9g}", "a ValueError" if found == "ValueError" else _what(found)
     if abs(found - wanted) <= rtol * abs(wanted):
         return None
     return f"{wanted:.9g}", f"{found:.9g}"
