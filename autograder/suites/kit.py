@@ -4,7 +4,8 @@ A suite is a pytest file with a `MODULE` and functions marked with `check`. Each
 runs a function on ranks with the student's file loaded there, and compares what comes back here, in the driver.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -98,6 +99,17 @@ def fail(
 
 
 # --------------------------------------------------------------------------------------------------------- values
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as ranks do: on small tensors several only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
