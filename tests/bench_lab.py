@@ -1,7 +1,7 @@
 """What recording costs: `python tests/bench_lab.py` prints the time of a check with the recorder over one without.
 
-Two kinds of work, on 4 ranks: a check of module 01 in kind (rings of small messages), and a training step that issues an
-all-reduce for each parameter.
+Two kinds of work, on 4 ranks: a check of module 01 in kind (rings of small messages), and a training step that
+issues an all-reduce for each parameter.
 """
 
 import statistics

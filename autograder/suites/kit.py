@@ -87,7 +87,7 @@ def fail(
 ) -> None:
     """End a check: say what was expected and found, on which line of the student's, and the likely misconception."""
     if isinstance(line, Event):
-        line = f"{line.where}   {line.code}" if line.where else None
+        line = line.line
     facts = [
         ("case", case),
         ("expected", expected),
@@ -198,6 +198,14 @@ def _numbers(tensor: torch.Tensor, digits: int = 6) -> str:
 
 def expect_nothing_left(run: Run) -> None:
     """Every operation was waited for, and no thread or process was left running."""
+    for event in run.events:
+        if event.changed:
+            fail(
+                expected="a tensor keeps its values until its isend has been waited for",
+                found=f"rank {event.rank} changed what it was sending ({event})",
+                line=event,
+                perhaps="wait for the isend first, or send a copy (clone) of what changes meanwhile",
+            )
     for event in run.unwaited():
         fail(
             expected="everything that was started is waited for",
