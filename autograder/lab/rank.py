@@ -105,7 +105,7 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
         os.register_at_fork(after_in_child=log.mute)
         recorder = ledger.Recorder(log, tuple(roots), refuse)
         recorder.install()
-        device = _join_group(job, rank, folder, log)
+        device = _join_group(job, rank, folder)
         context = RankContext(rank, job["world_size"], device, recorder, job["student"])
         threads = set(threading.enumerate())
         spare = bytearray(SPARE)
@@ -166,15 +166,13 @@ def _take_arguments(folder: Path, rank: int) -> tuple:
     return travel.unpack(payload)
 
 
-def _join_group(job: dict, rank: int, folder: Path, log: ledger.Log) -> str:
+def _join_group(job: dict, rank: int, folder: Path) -> str:
     device = "cpu"
     if job["backend"] == "nccl":
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    log.state(ledger.WAITING)
     store = dist.FileStore(str(folder / "store"), job["world_size"])
     dist.init_process_group(job["backend"], store=store, rank=rank, world_size=job["world_size"])
-    log.state(ledger.RUNNING)
     return device
 
 
