@@ -188,6 +188,12 @@ class Recorder(TorchDispatchMode):
         refuse: given an operator's name and the API's, why it is not allowed here, or None.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # nothing is compiled in a rank; telling the compiler so at every operator costs more than the rest
+        )
+
     def __init__(self, log: Log, roots: tuple[str, ...] = (), refuse: Callable | None = None) -> None:
         super().__init__()
         self.log, self.roots, self.refuse = log, roots, refuse
@@ -201,15 +207,14 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a DTensor, say: its own handler runs first, and we see the operators that it issues
         if func.namespace not in NAMESPACES:
             return func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1]
+        name, op, arguments = _schema(func)
         if name == "wait_tensor":
             index = self.functional.pop(args[0].untyped_storage().data_ptr(), None)
             return self._waiting(index, lambda: func(*args, **(kwargs or {})))
-        if name.rstrip("_") not in OPERATORS and name not in OPERATORS:
+        if op is None:
             return func(*args, **(kwargs or {}))
 
-        op = OPERATORS.get(name) or OPERATORS[name.rstrip("_")]
-        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+        named = dict(zip(arguments, args, strict=False)) | (kwargs or {})
         where, code, calls, via = self._caller()
         api = calls[-1] if calls else ""
         index = self._index()
@@ -336,15 +341,14 @@ class Recorder(TorchDispatchMode):
         new_group = c10d._new_process_group_helper
 
         def recorded_new_group(size: int, rank: int, ranks: list[int], *args: object, **kwargs: object) -> object:
-            index = None
-            if ranks:  # none for the default group
-                where, code, calls, _ = recorder._caller()
-                index, now = recorder._index(), recorder.log.now()
-                fields = ("new_group", calls[-1], 0, 0, "", list(ranks), None, False, 0, 0, where, code, now)
-                recorder.log.write("op", index, *fields)
+            if not ranks:  # the default group: who waits there waits for a rank that has not started yet
+                return new_group(size, rank, ranks, *args, **kwargs)
+            where, code, calls, _ = recorder._caller()
+            index, now = recorder._index(), recorder.log.now()
+            fields = ("new_group", calls[-1], 0, 0, "", list(ranks), None, False, 0, 0, where, code, now)
+            recorder.log.write("op", index, *fields)
             group = recorder._waiting(None, lambda: new_group(size, rank, ranks, *args, **kwargs))
-            if index is not None:
-                recorder.log.write("end", index, recorder.log.now())
+            recorder.log.write("end", index, recorder.log.now())
             return group
 
         def recorded_start(thread: threading.Thread) -> None:
@@ -365,6 +369,10 @@ class Recorder(TorchDispatchMode):
 class _OnThread(TorchDispatchMode):
     """The recorder in another thread: a dispatch mode acts only in the thread that enters it."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
@@ -374,11 +382,18 @@ class _OnThread(TorchDispatchMode):
 
 
 @functools.cache
+def _schema(func: object) -> tuple[str, str | None, list[str]]:
+    """An operator's own name, ours for it (None: not one that is recorded), and the names of its arguments."""
+    name = func._schema.name.split("::")[1]
+    return name, OPERATORS.get(name) or OPERATORS.get(name.rstrip("_")), [a.name for a in func._schema.arguments]
+
+
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two contiguous tensors have the same bits, NaNs included."""
     return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
+@functools.cache
 def is_library(path: str) -> bool:
     """Whether a file is PyTorch's, Python's, an installed package's or the lab's own: never "the student's line"."""
     if path.startswith("<"):  # of code without a file, only a notebook's is the caller's own
