@@ -683,7 +683,8 @@ def loaded(context, states: dict, path: str | Path) -> object:
     except NotImplementedError:
         raise
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100] if str(error).strip() else ''}"
+        message = str(error).strip().partition("\n")[0][:100]
+        return f"it does not load: {type(error).__name__} {message}".strip()
 
 
 @check("checkpoint", "killed at any line of save_checkpoint, the old file or the new one is there, whole", weight=4)
