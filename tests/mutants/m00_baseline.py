@@ -256,7 +256,7 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         problem="checkpoint",
         name="saves only weights",
         old='        "optimizer": optimizer.state_dict(),\n',
-        new='        "optimizer": torch.optim.AdamW(model.parameters()).state_dict(),\n',
+        new='        "optimizer": {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]},\n',
     ),
     Mutant(
         problem="checkpoint",
