@@ -175,6 +175,10 @@ def _why_raised(run: Run, r: int, kind: str, message: str) -> str | None:
         return "the rank at the other end had closed its connections: it destroyed the process group, or ended"
     if "same as the rank of the current process" in message:
         return "a rank keeps its own part with a copy; only the parts of others travel"
+    if message.startswith("Weights only load failed"):
+        return (
+            "save tensors, numbers, text, tuples, lists and dicts only; a numpy array (in numpy's random state) is none"
+        )
     if kind == "RecursionError":
         return "the function calls itself without an end"
     return mismatch(run.events)

@@ -256,7 +256,7 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         problem="checkpoint",
         name="saves only weights",
         old='        "optimizer": optimizer.state_dict(),\n',
-        new='        "optimizer": torch.optim.AdamW(model.parameters()).state_dict(),\n',
+        new='        "optimizer": {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]},\n',
     ),
     Mutant(
         problem="checkpoint",
@@ -420,6 +420,23 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     import tempfile
 
     unfinished = Path(tempfile.mkdtemp()) / "unfinished"
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        name="does not notice that only a part was written: a raw write may be short",
+        old="""\
+    with unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+""",
+        new="""\
+    import io
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with unfinished.open("wb", buffering=0) as file:
+        file.write(buffer.getvalue())
 """,
     ),
     Mutant(
@@ -732,8 +749,9 @@ def save_checkpoint(model, optimizer, iteration, out):
     folder = os.path.dirname(os.path.abspath(out))
     handle, unfinished = tempfile.mkstemp(dir=folder)
     try:
-        with os.fdopen(handle, "wb", buffering=0) as file:
+        with os.fdopen(handle, "wb") as file:
             file.write(buffer.getvalue())
+            file.flush()
             os.fdatasync(handle) if hasattr(os, "fdatasync") else os.fsync(handle)
         os.rename(unfinished, out)
     except BaseException:
