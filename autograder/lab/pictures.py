@@ -359,6 +359,7 @@ def curves(
     ylabel: str,
     log: str = "xy",
     units: tuple[str, str] = ("", ""),
+    legend_above: bool = False,
 ) -> Figure:
     """Named lines over x. `log` names the logarithmic axes; a unit is "bytes", "seconds" or none."""
     forms = {"": lambda value, _: f"{value:g}", "bytes": _size, "seconds": _duration}
@@ -371,7 +372,10 @@ def curves(
         if axis in log:
             scale("log")
     _plain(ax, forms[units[0]], forms[units[1]])
-    ax.legend(fontsize=TEXT, frameon=False)
+    if legend_above:
+        figure.legend(fontsize=TEXT, frameon=False, loc="outside upper center", ncols=2)
+    else:
+        ax.legend(fontsize=TEXT, frameon=False)
     return figure
 
 
