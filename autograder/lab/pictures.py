@@ -154,6 +154,27 @@ def tcp_and_rdma() -> Figure:
     return figure
 
 
+# Data -------------------------------------------------------------------------------------------------------
+
+
+def window(text: str, start: int, length: int) -> Figure:
+    """A stretch of tokens, one window of it, and the targets: the same window one further."""
+    figure, ax = _canvas(max(len(text), 20) + 5, 6.4)
+    left = 4.4
+    rows = ((1.1, "tokens", 0, len(text)), (3.1, "x", start, length), (4.4, "y", start + 1, length))
+    for y, name, first, count in rows:
+        _text(ax, left - 0.4, y + 0.5, name, ha="right", weight="bold")
+        for i in range(first, first + count):
+            inside = name == "tokens" and start <= i <= start + length
+            colour = {"x": RANK[0], "y": RANK[1]}.get(name, KIND["wait"] if inside else "#FFFFFF")
+            ax.add_patch(Rectangle((left + i, y), 1, 1, fc=_tint(colour, 0.4), ec=INK if inside else FAINT, lw=0.8))
+            shown = {" ": "\u2423", "\n": "\u21b5"}.get(text[i], text[i])
+            _text(ax, left + i + 0.5, y + 0.5, shown, family="monospace")
+    _text(ax, left + start + 0.5, 0.6, "start")
+    _text(ax, left + start, 5.9, "y[t] is what follows x[t]", ha="left")
+    return figure
+
+
 # Collectives ------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +359,7 @@ def curves(
     ylabel: str,
     log: str = "xy",
     units: tuple[str, str] = ("", ""),
+    legend_above: bool = False,
 ) -> Figure:
     """Named lines over x. `log` names the logarithmic axes; a unit is "bytes", "seconds" or none."""
     forms = {"": lambda value, _: f"{value:g}", "bytes": _size, "seconds": _duration}
@@ -350,5 +372,37 @@ def curves(
         if axis in log:
             scale("log")
     _plain(ax, forms[units[0]], forms[units[1]])
-    ax.legend(fontsize=TEXT, frameon=False)
+    if legend_above:
+        figure.legend(fontsize=TEXT, frameon=False, loc="outside upper center", ncols=2)
+    else:
+        ax.legend(fontsize=TEXT, frameon=False)
+    return figure
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str, unit: str = "bytes", totals: bool = True) -> Figure:
+    """Horizontal bars, each made of named parts; a part has the same colour in every bar.
+
+    Args:
+        rows: for each bar its name and its parts, with their sizes.
+        xlabel: of the axis.
+        unit: "bytes", "seconds" or "" for plain numbers.
+        totals: whether the sum stands at the end of each bar.
+    """
+    form = {"": lambda value, _=None: f"{value:g}", "bytes": _size, "seconds": _duration}[unit]
+    figure = Figure(figsize=(WIDTH, 0.42 * len(rows) + 1.15), layout="constrained")
+    ax = figure.subplots()
+    names = list(dict.fromkeys(part for parts in rows.values() for part in parts))
+    ends = dict.fromkeys(rows, 0.0)
+    for i, name in enumerate(names):
+        sizes = [parts.get(name, 0.0) for parts in rows.values()]
+        ax.barh(list(rows), sizes, left=list(ends.values()), color=_tint(RANK[i], 0.75), label=name, height=0.66)
+        ends = {row: end + size for (row, end), size in zip(ends.items(), sizes, strict=True)}
+    if totals:
+        for row, end in enumerate(ends.values()):
+            ax.text(end, row, f" {form(end)}", va="center", fontsize=TEXT, color=INK)
+    ax.set(xlabel=xlabel, xlim=(0, max(ends.values()) * (1.13 if totals else 1.0)))
+    ax.invert_yaxis()
+    _plain(ax, form)
+    ax.yaxis.grid(False)
+    figure.legend(fontsize=TEXT, frameon=False, loc="outside upper center", ncols=len(names))
     return figure
