@@ -20,8 +20,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 from autograder.grading import catalog, session  # noqa: E402
 from autograder.lab import ranks  # noqa: E402
@@ -29,8 +27,7 @@ from autograder.lab import ranks  # noqa: E402
 MODULE = "01_collectives"
 REFERENCE = ROOT / "solutions" / MODULE / "collectives.py"
 P = 4  # ranks
-REPEATS = 7
-console = Console(highlight=False, width=100)
+REPEATS = 5
 
 # ------------------------------------------------- six checks; each rank compares with what it knows to be right
 
@@ -132,54 +129,53 @@ def seconds(run: Callable, *arguments: object, repeats: int = REPEATS) -> float:
 # --------------------------------------------------------------------------------------------------------- tables
 
 
+def row(first: str, *cells: str) -> None:
+    print(f"  {first:<30}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
+
+
+def whole_module(name: str) -> None:
+    print(f"check {name} on the reference")
+    row("problem", "checks", "seconds", "median check")
+    begin = time.perf_counter()
+    report = session.grade_modules((catalog.find_module(name),), ROOT / "solutions")
+    took = time.perf_counter() - begin
+    assert report.perfect, "the reference does not pass"
+    for problem in report.modules[0].problems:
+        times = [c.duration_s for c in problem.checks]
+        row(problem.problem.name, str(len(times)), f"{sum(times):.1f}", f"{statistics.median(times):.2f}")
+    times = [c.duration_s for p in report.modules[0].problems for c in p.checks]
+    row("all", str(len(times)), f"{took:.1f}", f"{statistics.median(times):.2f}")
+
+
 def compare_ways() -> None:
+    print(f"\none run of a check on {P} ranks, the usual way and with ranks.run")
+    row("check", "spawn, s", "ranks.run, s", "ratio")
     forked(check_broadcast)  # starts the agent
-    table = Table("check, 4 ranks", box=None, title="The usual way, and ranks.run", title_justify="left")
-    for head in ("spawn", "ranks.run", "ratio"):
-        table.add_column(head, justify="right")
     slow, fast = [], []
     for check in CHECKS:
         slow.append(seconds(spawned, check, repeats=1))
         fast.append(seconds(forked, check))
-        row = f"{slow[-1]:.2f} s", f"{fast[-1]:.3f} s", f"{slow[-1] / fast[-1]:.0f} x"
-        table.add_row(check.__name__.removeprefix("check_"), *row)
-    total = sum(slow), sum(fast)
-    table.add_row("all six", f"{total[0]:.1f} s", f"{total[1]:.2f} s", f"{total[0] / total[1]:.0f} x")
-    console.print(table, "")
+        name = check.__name__.removeprefix("check_")
+        row(name, f"{slow[-1]:.2f}", f"{fast[-1]:.3f}", f"{slow[-1] / fast[-1]:.0f}")
+    row("median", f"{statistics.median(slow):.2f}", f"{statistics.median(fast):.3f}", "")
+    row("all six", f"{sum(slow):.1f}", f"{sum(fast):.2f}", f"{sum(slow) / sum(fast):.0f}")
 
 
 def compare_recorder() -> None:
-    """Rank by rank and turn by turn, so that a busy spell meets both."""
+    print(f"\nthe same six checks on {P} ranks with the recorder and without")
     with_it, without = [], []
-    for _ in range(REPEATS):
+    for _ in range(REPEATS):  # turn by turn, so that a busy spell meets both
         for check in CHECKS:
             with_it.append(seconds(forked, check, repeats=1))
             without.append(seconds(without_recorder, check, repeats=1))
+    row("", "with, s", "without, s", "ratio")
     a, b = statistics.median(with_it), statistics.median(without)
-    console.print(f"The recorder: {a:.3f} s a check with it, {b:.3f} s without, ratio {a / b:.2f}\n")
-
-
-def whole_module(name: str) -> None:
-    begin = time.perf_counter()
-    report = session.grade_modules((catalog.find_module(name),), ROOT / "solutions")
-    took = time.perf_counter() - begin
-    checks = [c for m in report.modules for p in m.problems for c in p.checks]
-    assert report.perfect, "the reference does not pass"
-    table = Table("problem", box=None, title=f"check {name} on the reference", title_justify="left")
-    for head in ("checks", "seconds", "median check"):
-        table.add_column(head, justify="right")
-    for problem in report.modules[0].problems:
-        times = [c.duration_s for c in problem.checks]
-        row = str(len(times)), f"{sum(times):.1f}", f"{statistics.median(times):.2f}"
-        table.add_row(problem.problem.name, *row)
-    median = statistics.median(c.duration_s for c in checks)
-    table.add_row("all", str(len(checks)), f"{took:.1f}", f"{median:.2f}")
-    console.print(table, "")
+    row("median", f"{a:.3f}", f"{b:.3f}", f"{a / b:.2f}")
 
 
 def main() -> None:
     """Print the tables; arguments are the modules to check, 01_collectives by default."""
-    console.print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}\n")
     for name in sys.argv[1:] or [MODULE]:
         whole_module(name)
     compare_ways()

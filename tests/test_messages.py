@@ -219,7 +219,7 @@ FILES = {  # mistake -> the file, what is checked, words that the verdict must h
         ["timeout", "still running after 1 s", "while s < 4: s *= 1", "a loop that never ends"],
     ),
     "an endless loop outside of any function": (
-        f"{REFERENCE}\nwhile True:\n    pass\n",
+        f"{REFERENCE}\nwhile True: pass\n",
         "broadcast_values",
         ["timeout 01_collectives/collectives.py cannot be loaded", "while True:"],
     ),

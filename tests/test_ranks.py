@@ -289,7 +289,7 @@ DEADLOCKS = [
 @pytest.mark.parametrize(("fn", "world_size", "shown", "advice"), DEADLOCKS, ids=lambda v: getattr(v, "__name__", ""))
 def test_a_deadlock_is_told_with_its_reason(fn: Callable, world_size: int, shown: list[str], advice: str) -> None:
     with next_run_is_normal():
-        found = failure(fn, world_size, stall=0.7)
+        found = failure(fn, world_size, stall=1.0)
         assert found.status == "deadlock"
         assert all(text in str(found) for text in shown), str(found)
         assert advice in found.fact("perhaps")

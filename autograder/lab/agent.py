@@ -49,6 +49,7 @@ def _preload() -> None:
     """Import what the first operator under a dispatch mode would otherwise import in every rank (2.6 s each)."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch._decomp.decompositions_for_rng")
+    importlib.import_module("torch._subclasses.schema_check_mode")
     gc.collect()
     gc.freeze()  # ranks share these pages instead of copying them when their collector runs
 
@@ -135,7 +136,8 @@ class Job:
                 cpu = self._cpu_seconds()
                 if cpu - cpu_then < 0.1 * self.job["stall"]:
                     self._take_stacks()
-                    return "deadlock"
+                    if progress == [self._status(r)[1] for r in range(self.n)]:  # nothing moved meanwhile either
+                        return "deadlock"
                 still_since, cpu_then = now, cpu
             looked = now
 
@@ -175,13 +177,14 @@ class Job:
     def _take_stacks(self) -> None:
         """Ask each unfinished rank for its stack: faulthandler writes it even while the rank is blocked in C++."""
         asked = [r for r in range(self.n) if self._status(r)[0] in (ledger.RUNNING, ledger.WAITING)]
-        for r in asked:
-            with contextlib.suppress(ProcessLookupError):
+        files = [self.folder / rank.STACK.format(r) for r in asked]
+        for r, file in zip(asked, files, strict=True):
+            with contextlib.suppress(OSError):
+                os.truncate(file, 0)
                 os.kill(self.pids[r], signal.SIGUSR1)
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
             self._drain(TICK)
-            files = [self.folder / rank.STACK.format(r) for r in asked]
             if all(f.exists() and f.stat().st_size for f in files):
                 return
 

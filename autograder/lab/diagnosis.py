@@ -84,7 +84,9 @@ def _deadlock(run: Run) -> tuple[str, str, list]:
         elif event is None:
             rows.append(("waits outside any message", _stack_line(run, r), "", ""))
         else:
-            rows.append((f"waits in {event}", event.where, _count(run, event), event.code))
+            outer = event.via[-1] if event.via else _line(event)  # the own line that is not in a helper
+            where, _, code = outer.partition("   ")
+            rows.append((f"waits in {event}", where, _count(run, event), code))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     facts = [
         (f"rank {r}", "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
@@ -115,7 +117,7 @@ def _timeout(run: Run) -> tuple[str, str, list]:
     pending = [e for e in run.unwaited() if e.rank in running]
     if pending and len(running) < run.world_size:
         advice += "; or PyTorch itself waits for another rank inside this line"
-    return "timeout", f"{who} still running after {run.timeout:.0f} s", facts + _perhaps(advice)
+    return "timeout", f"{who} still running after {run.timeout:g} s", facts + _perhaps(advice)
 
 
 def _forbidden(run: Run) -> tuple[str, str, list]:
@@ -328,7 +330,7 @@ def _ordinal(n: int) -> str:
 
 
 def _line(event: Event | None) -> str:
-    return f"{event.where}   {event.code}".rstrip() if event and event.where else ""
+    return event.line if event else ""
 
 
 def _frame_text(frame: tuple) -> str:

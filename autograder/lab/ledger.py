@@ -61,6 +61,8 @@ class Event:
     wait_order: int | None = None
     done: float | None = None  # that wait, or a mark's span, ended
     done_order: int | None = None
+    via: tuple[str, ...] = ()  # the caller's own lines that led there, innermost first
+    changed: bool = False  # what was sent had other values when it was waited for
     refused: str | None = None  # why it is not allowed: it was not carried out
 
     @property
@@ -75,6 +77,11 @@ class Event:
     def is_open(self) -> bool:
         """Issued and neither returned nor waited for to the end: what a blocked rank is blocked in."""
         return self.end is None or (self.wait is not None and self.done is None)
+
+    @property
+    def line(self) -> str:
+        """The caller's line as it is shown, after the own lines that led there; "" where it is not known."""
+        return "\n".join([*reversed(self.via), f"{self.where}   {self.code}".rstrip()]) if self.where else ""
 
     def __str__(self) -> str:
         if self.op == "send":
@@ -93,6 +100,7 @@ class Event:
 STATUS = struct.Struct("<BxxxxxxxQ")  # state and progress count of one rank, in memory shared with the agent
 STARTING, RUNNING, WAITING, DONE, FAILED = range(5)
 MAX_EVENTS = 100_000
+MAX_WATCHED = 2**20  # bytes of a message that is compared with itself when its sender has waited for it
 
 OPERATORS = {
     "send": "send",
@@ -180,11 +188,18 @@ class Recorder(TorchDispatchMode):
         refuse: given an operator's name and the API's, why it is not allowed here, or None.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # nothing is compiled in a rank; telling the compiler so at every operator costs more than the rest
+        )
+
     def __init__(self, log: Log, roots: tuple[str, ...] = (), refuse: Callable | None = None) -> None:
         super().__init__()
         self.log, self.roots, self.refuse = log, roots, refuse
         self._next = itertools.count()
         self.works: dict[int, tuple[object, int]] = {}  # id of a pending Work -> (the Work, its event's index)
+        self.watched: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # a sent tensor and its values then
         self.functional: dict[int, int] = {}  # storage of a functional collective's result -> event index
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -192,37 +207,25 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a DTensor, say: its own handler runs first, and we see the operators that it issues
         if func.namespace not in NAMESPACES:
             return func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1]
+        name, op, arguments = _schema(func)
         if name == "wait_tensor":
             index = self.functional.pop(args[0].untyped_storage().data_ptr(), None)
             return self._waiting(index, lambda: func(*args, **(kwargs or {})))
-        if name.rstrip("_") not in OPERATORS and name not in OPERATORS:
+        if op is None:
             return func(*args, **(kwargs or {}))
 
-        op = OPERATORS.get(name) or OPERATORS[name.rstrip("_")]
-        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
-        where, code, calls = self._caller()
+        named = dict(zip(arguments, args, strict=False)) | (kwargs or {})
+        where, code, calls, via = self._caller()
         api = calls[-1] if calls else ""
         index = self._index()
         nbytes, numel, dtype, ranks, peer, is_async, sent = _describe(func.namespace, op, calls, named)
         tag = named.get("tag") if isinstance(named.get("tag"), int) else 0
+        now = self.log.now()
         self.log.write(
-            "op",
-            index,
-            op,
-            api,
-            nbytes,
-            numel,
-            dtype,
-            ranks,
-            peer,
-            is_async,
-            sent,
-            tag,
-            where,
-            code,
-            self.log.now(),
-        )
+            "op", index, op, api, nbytes, numel, dtype, ranks, peer, is_async, sent, tag, where, code, now
+        )  # fmt: skip
+        if via:
+            self.log.write("via", index, via)
         reason = self.refuse(op, api) if self.refuse else None
         if reason:
             self.log.write("forbidden", index, reason)
@@ -240,6 +243,9 @@ class Recorder(TorchDispatchMode):
                 # While this Python object lives, the caller's Work is the same object, so its id identifies it.
                 work = Work.unbox(work)
                 self.works[id(work)] = (work, index)
+                if op == "send" and 0 < nbytes <= MAX_WATCHED:
+                    message = named["tensors"][0]
+                    self.watched[index] = (message, message.clone())
         elif isinstance(out, torch.Tensor):
             self.functional[out.untyped_storage().data_ptr()] = index
         return out
@@ -248,12 +254,16 @@ class Recorder(TorchDispatchMode):
         if index is not None:
             self.log.write("wait", index, self.log.now())
         self.log.wait()
+        message, copy = self.watched.pop(index, (None, None))
+        changed = message is not None and not _same_bytes(message, copy)
         try:
             return wait()
         finally:
             self.log.go_on()
             if index is not None:
                 self.log.write("done", index, self.log.now())
+            if changed:
+                self.log.write("changed", index)
 
     def _index(self) -> int:
         index = next(self._next)
@@ -261,17 +271,19 @@ class Recorder(TorchDispatchMode):
             raise RuntimeError(f"more than {MAX_EVENTS:,} messages and collectives in one run")
         return index
 
-    def _caller(self) -> tuple[str, str, list[str]]:
+    def _caller(self) -> tuple[str, str, list[str], list[str]]:
         """The innermost frame of the caller's own files: file:line, its text, and the APIs in between, outermost last.
 
-        Without a frame in `roots`, it is the innermost one outside torch and the standard library.
+        The last item are up to two own lines that called it. Without a frame in `roots`, the innermost is taken that is
+        outside torch and the standard library.
         """
         frame, calls, fallback = sys._getframe(2), [], None
         while frame is not None:
             path = frame.f_code.co_filename
-            if path.startswith(self.roots):
+            library = is_library(path)
+            if not library and path.startswith(self.roots):
                 break
-            if is_library(path):
+            if library:
                 name = frame.f_code.co_name
                 if fallback is None and _DISTRIBUTED in path and name != "wrapper":
                     calls.append(name)
@@ -280,8 +292,14 @@ class Recorder(TorchDispatchMode):
             frame = frame.f_back
         frame = frame or fallback
         if frame is None:
-            return "", "", calls
-        return *_position(frame), calls
+            return "", "", calls, []
+        via, outer = [], frame.f_back if frame is not fallback else None
+        while outer is not None and len(via) < 2:
+            path = outer.f_code.co_filename
+            if path.startswith(self.roots) and not is_library(path):
+                via.append("   ".join(_position(outer)))
+            outer = outer.f_back
+        return *_position(frame), calls, via
 
     def mark(self, kind: str, text: str) -> int:
         """Write a mark into the same sequence and return its index: a "case" of a check, or a "span" of work."""
@@ -323,15 +341,14 @@ class Recorder(TorchDispatchMode):
         new_group = c10d._new_process_group_helper
 
         def recorded_new_group(size: int, rank: int, ranks: list[int], *args: object, **kwargs: object) -> object:
-            index = None
-            if ranks:  # none for the default group
-                where, code, calls = recorder._caller()
-                index, now = recorder._index(), recorder.log.now()
-                fields = ("new_group", calls[-1], 0, 0, "", list(ranks), None, False, 0, 0, where, code, now)
-                recorder.log.write("op", index, *fields)
+            if not ranks:  # the default group: who waits there waits for a rank that has not started yet
+                return new_group(size, rank, ranks, *args, **kwargs)
+            where, code, calls, _ = recorder._caller()
+            index, now = recorder._index(), recorder.log.now()
+            fields = ("new_group", calls[-1], 0, 0, "", list(ranks), None, False, 0, 0, where, code, now)
+            recorder.log.write("op", index, *fields)
             group = recorder._waiting(None, lambda: new_group(size, rank, ranks, *args, **kwargs))
-            if index is not None:
-                recorder.log.write("end", index, recorder.log.now())
+            recorder.log.write("end", index, recorder.log.now())
             return group
 
         def recorded_start(thread: threading.Thread) -> None:
@@ -352,6 +369,10 @@ class Recorder(TorchDispatchMode):
 class _OnThread(TorchDispatchMode):
     """The recorder in another thread: a dispatch mode acts only in the thread that enters it."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
@@ -360,7 +381,21 @@ class _OnThread(TorchDispatchMode):
         return self.recorder.__torch_dispatch__(func, types, args, kwargs)
 
 
+@functools.cache
+def _schema(func: object) -> tuple[str, str | None, list[str]]:
+    """An operator's own name, ours for it (None: not one that is recorded), and the names of its arguments."""
+    name = func._schema.name.split("::")[1]
+    return name, OPERATORS.get(name) or OPERATORS.get(name.rstrip("_")), [a.name for a in func._schema.arguments]
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have the same bits, NaNs included."""
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+@functools.cache
 def is_library(path: str) -> bool:
+    """Whether a file is PyTorch's, Python's, an installed package's or the lab's own: never "the student's line"."""
     if path.startswith("<"):  # of code without a file, only a notebook's is the caller's own
         return not path.startswith("<ipython")
     return path.startswith((_TORCH, _LAB, _STANDARD)) or "site-packages" in path
@@ -381,7 +416,8 @@ def _position(frame) -> tuple[str, str]:
 def file_name(path: str, function: str) -> str:
     """How a file is called in messages; in a notebook, the function stands for the cell."""
     name = Path(path).name
-    return name if name == path or os.path.exists(path) else function  # noqa: PTH110
+    in_notebook = path.startswith("<ipython") or (name != path and not Path(path).exists())
+    return function if in_notebook else name
 
 
 def _describe(namespace: str, op: str, calls: list[str], named: dict) -> tuple:
@@ -498,6 +534,10 @@ def read_log(log: str, rank: int) -> list[Event]:
                 events[int(index)].wait, events[int(index)].wait_order = float(rest[0]), order
             elif kind == "done":
                 events[int(index)].done, events[int(index)].done_order = float(rest[0]), order
+            elif kind == "via":
+                events[int(index)].via = tuple(str(line) for line in rest[0])
+            elif kind == "changed":
+                events[int(index)].changed = True
             elif kind == "forbidden":
                 events[int(index)].refused = str(rest[0])
             else:

@@ -131,7 +131,7 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
         recorder = ledger.Recorder(log, tuple(roots), refuse)
         recorder.install()
         refuse_names(refused_names)
-        device = _join_group(job, rank, folder, log)
+        device = _join_group(job, rank, folder)
         context = RankContext(rank, job["world_size"], device, recorder, job["student"])
         threads = set(threading.enumerate())
         spare = bytearray(SPARE)
@@ -192,14 +192,13 @@ def _take_arguments(folder: Path, rank: int) -> tuple:
     return travel.unpack(payload)
 
 
-def _join_group(job: dict, rank: int, folder: Path, log: ledger.Log) -> str:
+def _join_group(job: dict, rank: int, folder: Path) -> str:
     device = "cpu"
     if job["backend"] == "nccl":
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     store = dist.FileStore(str(folder / "store"), job["world_size"])
     dist.init_process_group(job["backend"], store=store, rank=rank, world_size=job["world_size"])
-    log.state(ledger.RUNNING)
     return device
 
 

@@ -212,22 +212,29 @@ def make(ranks: Callable, function: str, calls: list[Call], world_size: int, mem
     expect_nothing_left(run)
     for number, call in enumerate(calls):
         for i, rank in enumerate(places):
+            events = [e for e in run.in_case(number) if e.rank == rank]
+            expect_dtype(call, events)
             compare(function, call, number, rank, i, run, before[i][number], ranks.definition(function))
-            expect_messages(call, i, [e for e in run.in_case(number) if e.rank == rank], ranks.definition(function))
+            expect_received(call, i, events, ranks.definition(function))
     return run
 
 
-def expect_messages(call: Call, i: int, events: list[Event], definition: str) -> None:
-    """What a rank needs from others has come by recv, in the dtype of the tensors."""
+def expect_dtype(call: Call, events: list[Event]) -> None:
+    """All messages are in the dtype of the tensors."""
+    dtype = str(call.dtype).removeprefix("torch.")
     for e in events:
-        if e.numel and e.dtype != str(call.dtype).removeprefix("torch."):
+        if e.numel and e.dtype != dtype:
             fail(
                 case=call.name,
-                expected=f"messages of {str(call.dtype).removeprefix('torch.')}, as the tensors are",
+                expected=f"messages of {dtype}, as the tensors are",
                 found=f"a message of {e.dtype} (rank {e.rank}, {e})",
                 line=e,
-                perhaps="a buffer was made without the tensor's dtype: torch.empty_like(tensor), tensor.new_zeros(n)",
+                perhaps="a buffer lacks the tensor's dtype: use torch.empty_like(tensor) or tensor.new_zeros(n)",
             )
+
+
+def expect_received(call: Call, i: int, events: list[Event], definition: str) -> None:
+    """What a rank needs from others has come by recv, whatever the values are."""
     elements = sum(e.numel for e in events if e.op == "recv")
     if elements < call.receives[i]:
         fail(

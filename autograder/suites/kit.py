@@ -87,7 +87,7 @@ def fail(
 ) -> None:
     """End a check: say what was expected and found, on which line of the student's, and the likely misconception."""
     if isinstance(line, Event):
-        line = f"{line.where}   {line.code}" if line.where else None
+        line = line.line
     facts = [
         ("case", case),
         ("expected", expected),
@@ -156,7 +156,8 @@ def difference(found: object, expect: Expect) -> tuple[str, str] | None:
     if not bool(wrong.any()):
         return None
     if wanted.numel() <= 8:
-        return _numbers(ref), _numbers(got)
+        digits = 6 if _numbers(ref) != _numbers(got) else 17
+        return _numbers(ref, digits), _numbers(got, digits)
     at = tuple(int(i) for i in wrong.nonzero()[0])
     where = at[0] if len(at) == 1 else at
     return (
@@ -182,12 +183,14 @@ def _what(value: object) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
 
-def _number(value: torch.Tensor) -> str:
-    return f"{value.item():.6g}" if value.dtype.is_floating_point else str(value.item())
+def _number(value: torch.Tensor, digits: int = 9) -> str:
+    return f"{value.item():.{digits}g}" if value.dtype.is_floating_point else str(value.item())
 
 
-def _numbers(tensor: torch.Tensor) -> str:
-    return "[" + ", ".join(_number(v) for v in tensor.flatten()) + "]" if tensor.ndim <= 1 else str(tensor.tolist())
+def _numbers(tensor: torch.Tensor, digits: int = 6) -> str:
+    if tensor.ndim > 1:
+        return str(tensor.tolist())
+    return "[" + ", ".join(_number(v, digits) for v in tensor.flatten()) + "]"
 
 
 # -------------------------------------------------------------------------------------------------------- traffic
@@ -195,6 +198,14 @@ def _numbers(tensor: torch.Tensor) -> str:
 
 def expect_nothing_left(run: Run) -> None:
     """Every operation was waited for, and no thread or process was left running."""
+    for event in run.events:
+        if event.changed:
+            fail(
+                expected="a tensor keeps its values until its isend has been waited for",
+                found=f"rank {event.rank} changed what it was sending ({event})",
+                line=event,
+                perhaps="wait for the isend first, or send a copy (clone) of what changes meanwhile",
+            )
     for event in run.unwaited():
         fail(
             expected="everything that was started is waited for",

@@ -397,12 +397,22 @@ def test_recursive_doubling_subgroup(ranks, rng):
 def test_recursive_doubling_rounds(ranks, rng):
     for p in (8, 5):
         run, call = one_call(ranks, rng, "recursive_doubling_all_reduce", p, (6,))
-        expect_rounds(
-            run,
-            call,
-            p.bit_length() - 1 + 2,
-            "in each round, exchange with one partner only, twice as far as before",
+        levels = p.bit_length() - 1
+        for rank in range(p):
+            sent = messages(run.events, rank)
+            if sum(e.numel for e in sent) > 6 * (levels + 1):
+                fail(
+                    case=call.name,
+                    expected=f"rank {rank} sends at most {levels + 1} tensors: one a round",
+                    found=f"{sum(e.numel for e in sent) / 6:g} tensors in {len(sent)} messages",
+                    line=sent[-1],
+                    perhaps="add up what arrives and pass on the sum, not all that was gathered",
+                )
+        advice = (
+            "in each round, exchange with one partner, twice as far as before, and in both directions at once: start "
+            "isend and irecv, then wait; a reduce followed by a broadcast takes twice the rounds"
         )
+        expect_rounds(run, call, levels + 2, advice)
 
 
 # ---------------------------------------------------------------------------------------------------- accounting
