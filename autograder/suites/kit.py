@@ -142,13 +142,14 @@ def difference(found: object, expect: Expect) -> tuple[str, str] | None:
     wrong = (got != ref) if exact else ~((got - ref).abs() <= expect.tolerance)
     if not bool(wrong.any()):
         return None
-    if wanted.numel() <= 8:
+    if wanted.numel() <= 8 and _numbers(ref) != _numbers(got):
         return _numbers(ref), _numbers(got)
     at = tuple(int(i) for i in wrong.nonzero()[0])
     where = at[0] if len(at) == 1 else at
+    digits = 6 if _number(ref[at]) != _number(got[at]) else 17
     return (
-        f"{_number(ref[at])} at element {where}",
-        f"{_number(got[at])} ({int(wrong.sum())} of {wanted.numel()} elements are wrong)",
+        f"{_number(ref[at], digits)} at element {where}",
+        f"{_number(got[at], digits)} ({int(wrong.sum())} of {wanted.numel()} elements are wrong)",
     )
 
 
@@ -162,8 +163,8 @@ def _what(value: object) -> str:
     return f"{type(value).__name__} {repr(value)[:60]}"
 
 
-def _number(value: torch.Tensor) -> str:
-    return f"{value.item():.6g}" if value.dtype.is_floating_point else str(value.item())
+def _number(value: torch.Tensor, digits: int = 6) -> str:
+    return f"{value.item():.{digits}g}" if value.dtype.is_floating_point else str(value.item())
 
 
 def _numbers(tensor: torch.Tensor) -> str:

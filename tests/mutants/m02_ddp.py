@@ -16,6 +16,7 @@ HOOK = """\
             while (n := len(self.messages)) < len(self.buckets) and self.ready.issuperset(self.buckets[n]):
                 self.messages.append(start_average(self.buckets[n], self.weight, group))
 """
+WHILE = "            while (n := len(self.messages)) < len(self.buckets) and self.ready.issuperset(self.buckets[n]):\n"
 NAIVE = """\
     for p in trainable(module):
         finish_average([p], start_average([p], 1 / dist.get_world_size(group), group))
@@ -296,10 +297,9 @@ def average_gradients_flat""",
     Mutant(
         problem="flat_sync",
         name="dtypes in the order in which a rank has gradients",
-        old="    for dtype in dict.fromkeys(p.dtype for p in parameters):  # in the order of the model: the same on every rank\n",
+        old="    for dtype in dict.fromkeys(p.dtype for p in parameters):",
         new="""\
-    for dtype in sorted({p.dtype for p in parameters}, key=lambda d: (hash(str(d)) + dist.get_rank()) % 3):
-""",
+    for dtype in sorted({p.dtype for p in parameters}, key=lambda d: (len(str(d)) + dist.get_rank()) % 3):""",
     ),
     Mutant(
         problem="flat_sync",
@@ -383,14 +383,17 @@ def average_gradients_flat""",
     Mutant(
         problem="overlapped",
         name="the hooks only collect, and finish sends",
-        old="            while (n := len(self.messages)) < len(self.buckets) and self.ready.issuperset(self.buckets[n]):\n",
+        old=WHILE,
         new="            while (n := len(self.messages)) < 0:\n",
     ),
     Mutant(
         problem="overlapped",
         name="each gradient is sent when the next one comes",
         old="            self.ready.add(parameter)\n",
-        new="            self.ready.add(getattr(self, 'previous', parameter))\n            self.__dict__['previous'] = parameter\n",
+        new="""\
+            self.ready.add(getattr(self, "previous", parameter))
+            self.__dict__["previous"] = parameter
+""",
     ),
     Mutant(
         problem="overlapped",
@@ -407,10 +410,10 @@ def average_gradients_flat""",
         name="sends each gradient as it becomes ready, in another order on each rank",
         old=HOOK,
         new=HOOK.replace(
-            "            while (n := len(self.messages)) < len(self.buckets) and self.ready.issuperset(self.buckets[n]):\n",
+            WHILE,
             """\
             n = len(self.messages)
-            k = next((k for k in range(n, len(self.buckets)) if parameter in self.buckets[k]), None)
+            k = next((k for k in range(n, len(self.buckets)) if any(parameter is p for p in self.buckets[k])), None)
             if k is not None:
                 self.buckets[n], self.buckets[k] = self.buckets[k], self.buckets[n]
 """,
@@ -474,7 +477,18 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="overlapped",
-        name="the hook averages the parameter that it is handed",
+        name="the hook averages the parameter itself, in place",
+        old="                self.messages.append(start_average(self.buckets[n], self.weight, group))\n\n",
+        new="""\
+                self.messages.append(start_average(self.buckets[n], self.weight, group))
+                parameter.data *= self.weight
+                dist.all_reduce(parameter.data + 0, group=group, async_op=True)
+
+""",
+    ),
+    Mutant(
+        problem="overlapped",
+        name="the hook sends the parameter that it is handed",
         old="                self.messages.append(start_average(self.buckets[n], self.weight, group))\n\n",
         new="""\
                 message = parameter.detach().clone().flatten() * self.weight
@@ -599,13 +613,13 @@ def average_gradients_flat""",
     Mutant(
         problem="bucketed",
         name="sends all buckets in finish",
-        old="            while (n := len(self.messages)) < len(self.buckets) and self.ready.issuperset(self.buckets[n]):\n",
+        old=WHILE,
         new="            while (n := len(self.messages)) < len(self.buckets) and not isinstance(self, BucketedDDP):\n",
     ),
     Mutant(
         problem="bucketed",
         name="sends a bucket before those in front of it, as each becomes complete",
-        old="            while (n := len(self.messages)) < len(self.buckets) and self.ready.issuperset(self.buckets[n]):\n",
+        old=WHILE,
         new="""\
             n = len(self.messages)
             k = next((k for k in range(n, len(self.buckets)) if self.ready.issuperset(self.buckets[k])), None)
@@ -632,7 +646,7 @@ def average_gradients_flat""",
     message = torch.cat([p.grad.flatten() for p in parameters]).mul_(weight)
 """,
         new="""\
-    message = torch.cat([torch.zeros(0)] + [p.grad.flatten() for p in parameters if p.grad is not None]).mul_(weight)
+    message = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None] or [torch.zeros(0)]).mul_(weight)
 """,
     ),
     Mutant(
