@@ -7,13 +7,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import tiny_course
 from nbformat.v4 import new_code_cell, new_output
 from nbgrader.api import Gradebook
 from nbgrader.utils import determine_grade
 
 from autograder.grading import notebooks
 from autograder.grading.release import MARKER, modules
+from tests import tiny_course
 
 WORKSHEETS = notebooks.sources(tiny_course.ROOT, [notebooks.WORKSHEETS])
 GRADED_CALL = re.compile(r'autograder\.grade\("(\w+)", "(\w+)", points=(\d+)\)')

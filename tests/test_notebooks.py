@@ -4,9 +4,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import tiny_course
 
 from autograder.grading import notebooks
+from tests import tiny_course
 
 LECTURES = notebooks.sources(tiny_course.ROOT, [notebooks.LECTURES])
 LECTURE = """# A lecture

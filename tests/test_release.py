@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_course
 
 from autograder.grading import notebooks
 from autograder.grading.release import (
@@ -17,6 +16,7 @@ from autograder.grading.release import (
     release,
     student_files,
 )
+from tests import tiny_course
 
 
 @pytest.fixture

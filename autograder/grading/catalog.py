@@ -54,7 +54,7 @@ def find_problem(name: str, among: tuple[Module, ...], checks: list[str]) -> Non
 def _unknown(kind: str, name: str, known: list[str], also: list[str] = ()) -> str:
     near = difflib.get_close_matches(name, [*known, *also], n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]}?" if near else ""
-    return f"There is no {kind} {name!r}.{hint} There are: {', '.join(known)}."
+    return f"there is no {kind} {name!r}.{hint} There are: {', '.join(known)}."
 
 
 def hidden_checks(chosen: tuple[Module, ...]) -> tuple[Path, ...]:

@@ -120,6 +120,8 @@ def trace(
 
     if not submission.is_dir():
         raise _usage(f"there is no folder {submission}")
+    if not out.is_dir():
+        raise _usage(f"there is no folder {out} to write trace.svg and trace.json to")
     try:
         chosen = (catalog.find_module(module),)
         report = session.grade_modules(chosen, submission, select=problem, seed=seed)
@@ -127,7 +129,7 @@ def trace(
         raise _usage(str(error)) from None
     check = next(c for m in report.modules for p in m.problems for c in p.checks)
     run = check.run
-    if run is None or not run.events:
+    if run is None or all(e.op == "case" for e in run.events):
         console.print(f"{check.name} recorded nothing: {check.message or 'it runs no ranks'}")
         raise typer.Exit(LOST)
     (out / "trace.svg").write_text(timeline.svg(run.events))

@@ -5,6 +5,7 @@
 """
 
 import random
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,7 @@ class Grading:
         self.on_start, self.on_result = on_start, on_result
         self.results: dict[tuple[str, str], list] = {}  # (module, problem) -> CheckResults
         self.faults: dict[str, Finding | None] = {}  # module -> what keeps all of it from being checked
+        self.functions: dict[str, dict[str, str]] = {}  # module -> the functions in its file, each with its line
         self._files: dict[str, Path] = {}
         self._submission = None
         self.sizes: list[int] = []  # of the check that runs now, as is the last run
@@ -88,29 +90,18 @@ class Grading:
 
     def file_of(self, module) -> Path:
         """The student's staged file, once it is known that it can be loaded. Raises the module's fault otherwise."""
+        from autograder.grading import loading
+
         if module.name not in self.faults:
             self.faults[module.name] = None
             try:
                 self._files[module.name] = self.submission.stage(module)
-                self._load(module)
+                self.functions[module.name] = loading.load(module, self._files[module.name])
             except Finding as fault:
                 self.faults[module.name] = fault
         if self.faults[module.name] is not None:
             raise self.faults[module.name]
         return self._files[module.name]
-
-    def _load(self, module) -> None:
-        from autograder.lab import ranks
-
-        def load(context: object) -> None:
-            context.student  # noqa: B018
-
-        try:
-            ranks.run(load, 1, student=self._files[module.name], timeout=module.timeout)
-        except ranks.RunFailed as failure:
-            name = f"{module.name}/{module.files[0]}"
-            title = failure.title.replace("the code raised ", "")
-            raise Finding(failure.status, f"{name} cannot be loaded: {title}", failure.facts) from None
 
     def record(self, item: pytest.Item, result) -> None:
         module, problem = item.module.MODULE, item.get_closest_marker("check").args[0]
@@ -128,6 +119,7 @@ def ranks(request: pytest.FixtureRequest):
 
     `ranks.definition(name)` is the line that defines one of the student's functions.
     """
+    from autograder.grading import loading
     from autograder.lab import ranks as lab_ranks
 
     module, grading = request.module.MODULE, request.config.stash[KEY]
@@ -143,17 +135,11 @@ def ranks(request: pytest.FixtureRequest):
             grading.run = lab_ranks.run(fn, world_size, *args, student=file, **settings)
         except lab_ranks.RunFailed as failure:
             grading.run = failure.run
-            raise
+            raise loading.reworded(failure, file, grading.functions[module.name]) from None
         return grading.run
 
-    def definition(function: str) -> str:
-        """Where the student's file defines a function or class, for what no single line of it has caused."""
-        for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
-            if line.startswith((f"def {function}(", f"class {function}(")):
-                return f"{file.name}:{number}   {line}"
-        return file.name
-
-    run.definition = definition
+    functions = grading.functions[module.name]
+    run.definition = lambda function: functions.get(function, file.name)
     return run
 
 
@@ -184,6 +170,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     if not is_check(item) or report.when == "teardown" or (report.when == "setup" and report.passed):
         return report
     from autograder.grading.report import CheckResult
+    from autograder.lab import diagnosis
+    from autograder.suites.kit import CheckFailed
 
     grading, module = item.config.stash[KEY], item.module.MODULE
     problem, title, weight = item.get_closest_marker("check").args
@@ -193,6 +181,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
         if not isinstance(finding, Finding):
             text = f"the grader itself failed: {call.excinfo.exconly()}"
             finding = Finding("infrastructure", text, [("traceback", str(report.longrepr))])
+        elif isinstance(finding, CheckFailed) and grading.run is not None:
+            shown = diagnosis.printed(grading.run)
+            finding.facts += [("printed", shown)] if shown else []
     name = item.name.removeprefix("test_")
     result = CheckResult(
         name, title, weight, finding, time.monotonic() - item.stash[STARTED], sorted(set(grading.sizes)),
@@ -205,7 +196,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 
 
 def _hints(grading: Grading, module, problem: str, name: str) -> list[tuple[str, str]]:
-    where = "" if str(grading.folder) == "assignments" else f" --submission {grading.folder}"
+    where = "" if str(grading.folder) == "assignments" else f" --submission {shlex.quote(str(grading.folder))}"
     return [
         ("again", f"autograder check {module.name} -k {name}{where} --seed {grading.seed}"),
         ("read", f'lectures/{module.name}.ipynb, "{module.problem(problem).section}"'),

@@ -3,6 +3,7 @@
 Only the files that a module lists are taken. A `torch.py` or `conftest.py` lying beside them is never seen.
 """
 
+import difflib
 import shutil
 import stat
 import tempfile
@@ -60,16 +61,32 @@ class Submission:
         try:
             info = path.lstat()
         except OSError:
-            return f"is missing (looked for {path})"
+            return "is missing"
+        if stat.S_ISDIR(info.st_mode):
+            return "is a folder, not a file"
+        if stat.S_ISLNK(info.st_mode):
+            return "is a link: put the file itself there"
         if not stat.S_ISREG(info.st_mode):
             return "is not an ordinary file"
+        if info.st_size == 0:
+            return "is empty"
         if info.st_size > MAX_FILE:
             return f"is larger than {MAX_FILE // 2**20} MiB"
         return None
 
     def _nearby(self, path: Path) -> list[tuple[str, str]]:
+        """Where a file was looked for, what is there instead, and which of that is meant."""
+        if path.exists() or path.is_symlink():
+            return [("found", str(path))]
         folder = path.parent if path.parent.is_dir() else self.folder
         if not folder.is_dir():
-            return [("found", f"there is no folder {folder}")]
-        names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))[:10]
-        return [("found", f"in {folder}: {', '.join(names) or 'nothing'}")]
+            return [("expected", str(path)), ("found", f"there is no folder {folder}")]
+        names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        facts = [("expected", str(path)), ("found", f"in {folder}: {shown or 'nothing'}")]
+        near = difflib.get_close_matches(path.relative_to(folder).parts[0], names, n=1)
+        if near:
+            facts.append(("perhaps", f"rename {near[0]} to {path.relative_to(folder).parts[0]}"))
+        elif folder == self.folder and folder != path.parent:
+            facts.append(("perhaps", f"--submission is to be the folder in which {path.parent.name}/ is"))
+        return facts

@@ -20,11 +20,10 @@ def show(report: Report, console: Console) -> None:
 def _module(module: ModuleResult) -> Group:
     lines = []
     if module.fault is not None:
-        first = module.problems[0].first_failure
         for problem in module.problems:
             lines.append(_headline(problem))
         lines.append(Text(f"  {module.fault.status}  {module.fault.title}", "red"))
-        lines.append(_facts([*module.fault.facts, first.hints[0]]))
+        lines.append(_facts(module.fault.facts))
         return Group(*lines)
     for problem in module.problems:
         lines.append(_headline(problem))
@@ -50,7 +49,7 @@ def _failure(check: CheckResult) -> Group:
     style = STYLE.get(check.status, "red")
     if check.status == "not_implemented":
         return Group(Text("  not implemented yet", style))
-    head = Text.assemble((f"  {check.status:<9} ", style), check.headline)
+    head = Text.assemble((f"  {check.status:<8}  ", style), check.headline)
     return Group(head, _facts(check.facts))
 
 

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -36,7 +37,11 @@ def serve(connection: socket.socket) -> None:
     lines = connection.makefile("r")
     connection.sendall(b'{"ready": true}\n')
     for line in lines:
-        verdict = Job(json.loads(line), connection).run()
+        job = Job(json.loads(line), connection)
+        verdict = job.run()
+        if verdict["outcome"] == "cancelled":  # nobody listens any more, nor tidies up
+            shutil.rmtree(job.folder, ignore_errors=True)
+            return
         connection.sendall(json.dumps(verdict).encode() + b"\n")
 
 
@@ -44,6 +49,7 @@ def _preload() -> None:
     """Import what the first operator under a dispatch mode would otherwise import in every rank (2.6 s each)."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch._decomp.decompositions_for_rng")
+    importlib.import_module("torch._subclasses.schema_check_mode")
     gc.collect()
     gc.freeze()  # ranks share these pages instead of copying them when their collector runs
 
@@ -106,8 +112,6 @@ class Job:
                 return "cancelled"
             now = time.monotonic()
             states = [self._status(r) for r in range(self.n)]
-            if any(state == ledger.FAILED for state, _ in states):
-                return "failed"
             for r, pid in enumerate(self.pids):
                 if r not in self.ended:
                     done, status = os.waitpid(pid, os.WNOHANG)
@@ -115,6 +119,8 @@ class Job:
                         self.ended[r] = status
             if self.ended:
                 return "crashed"
+            if any(state == ledger.FAILED for state, _ in states):
+                return "failed"
             if all(state == ledger.DONE for state, _ in states):
                 return "done"
             if now - begin > self.job["timeout"] and self._overdue(now - begin):
@@ -130,7 +136,8 @@ class Job:
                 cpu = self._cpu_seconds()
                 if cpu - cpu_then < 0.1 * self.job["stall"]:
                     self._take_stacks()
-                    return "deadlock"
+                    if progress == [self._status(r)[1] for r in range(self.n)]:  # nothing moved meanwhile either
+                        return "deadlock"
                 still_since, cpu_then = now, cpu
             looked = now
 
@@ -170,13 +177,14 @@ class Job:
     def _take_stacks(self) -> None:
         """Ask each unfinished rank for its stack: faulthandler writes it even while the rank is blocked in C++."""
         asked = [r for r in range(self.n) if self._status(r)[0] in (ledger.RUNNING, ledger.WAITING)]
-        for r in asked:
-            with contextlib.suppress(ProcessLookupError):
+        files = [self.folder / rank.STACK.format(r) for r in asked]
+        for r, file in zip(asked, files, strict=True):
+            with contextlib.suppress(OSError):
+                os.truncate(file, 0)
                 os.kill(self.pids[r], signal.SIGUSR1)
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
             self._drain(TICK)
-            files = [self.folder / rank.STACK.format(r) for r in asked]
             if all(f.exists() and f.stat().st_size for f in files):
                 return
 
@@ -184,9 +192,14 @@ class Job:
         """Child processes that ranks have started and not ended."""
         left = []
         for process in psutil.Process().children(recursive=True):
-            if process.pid not in self.pids:
-                with contextlib.suppress(psutil.Error):
-                    left.append(f"child process {' '.join(process.cmdline())[:80] or process.name()!r}")
+            with contextlib.suppress(psutil.Error):
+                if process.pid in self.pids or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                command = process.cmdline()
+                if command == psutil.Process().cmdline():
+                    left.append("child process made by os.fork or multiprocessing")
+                else:
+                    left.append(f"child process '{' '.join(command)[:80] or process.name()}'")
         return left
 
     def _end_all(self) -> None:
@@ -215,10 +228,12 @@ class Job:
 
 def _exit_text(status: int) -> str:
     if os.WIFSIGNALED(status):
-        return signal.Signals(os.WTERMSIG(status)).name
+        number = os.WTERMSIG(status)
+        return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"exit code {os.WEXITSTATUS(status)}"
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it then hangs up
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    with contextlib.suppress(ConnectionError):  # the driver has ended, perhaps before we were ready
+        serve(socket.socket(fileno=int(sys.argv[1])))

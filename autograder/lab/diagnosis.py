@@ -1,5 +1,7 @@
 """Why a run failed, in a student's words: from the events and errors of a `Run` to a status, a title and facts."""
 
+import linecache
+import re
 from itertools import zip_longest
 
 from autograder.lab import ledger
@@ -11,6 +13,7 @@ SIGNALS = {
     "SIGKILL": "killed (SIGKILL): by the code itself, or by the machine because it ran out of memory",
     "SIGABRT": "aborted by a library (SIGABRT)",
 }
+PRINTED = 5  # lines of a rank's output that are shown
 
 
 def explain(run: Run) -> tuple[str, str, list[tuple[str, str]]]:
@@ -19,8 +22,8 @@ def explain(run: Run) -> tuple[str, str, list[tuple[str, str]]]:
     case = _case(run)
     if case:
         facts.insert(0, ("case", case))
-    shown = _output(run)
-    if shown and status in ("failed", "crashed"):
+    shown = printed(run)
+    if shown and status in ("failed", "crashed", "timeout", "deadlock"):
         facts.append(("printed", shown))
     return status, title, facts
 
@@ -29,45 +32,47 @@ def explain(run: Run) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def _failed(run: Run) -> tuple[str, str, list]:
-    """A rank raised. With several, the one that got least far in its calls is the cause, then the lowest rank."""
+    """A rank raised. Of several, the lowest; one that only lost its connection to another comes last."""
     raised = [r for r in range(run.world_size) if run.errors[r]]
     if not raised:
         return "crashed", "a rank failed without saying why", []
-    r = raised[0]
+    r = min(raised, key=lambda r: (_lost_connection(run.errors[r]["message"]), r))
     error = run.errors[r]
-    where = f"rank {r}" if run.world_size > 1 else "the code"
-    frames = [tuple(f) for f in error.get("frames", [])]
-    line = _frame_text(frames[-1]) if frames else ""
-    facts = [("your line", line)] if line else []
-    if error.get("not_implemented"):
+    if error["not_implemented"]:
         return "not_implemented", "not implemented yet", []
-    if error.get("forbidden"):
-        return "forbidden", str(error["message"]), facts
-    kind, message = str(error.get("type")), str(error.get("message"))
+    where = f"rank {r}" if run.world_size > 1 else "the code"
+    frames = [_frame_text(frame) for frame in error["frames"]]
+    facts = [("your line", frames[-1])] if frames else []
+    if error["forbidden"]:
+        return "forbidden", error["message"], facts
+    kind, message = error["type"], _without_library_paths(error["message"])
     title = f"{where} raised {kind}: {message.splitlines()[0][:200] if message else ''}".rstrip(": ")
+    if _lost_connection(message):
+        title = f"{where} lost its connection to another rank"
     if kind == "SystemExit":
-        title = f"{where} called sys.exit({message})"
-    facts = [("your line", line)] if line else []
-    if len(frames) > 1:
-        facts.append(("called from", "\n".join(_frame_text(f) for f in frames[-2::-1][:4])))
+        title = f"{where} called sys.exit({'' if message == 'None' else message[:200]})"
+    callers = [frame for frame in dict.fromkeys(frames[-2::-1]) if frame != frames[-1]]
+    if callers:
+        facts.append(("called from", "\n".join(callers[:4])))
     facts += _perhaps(_why_raised(run, r, kind, message))
     return "failed", title, facts
 
 
 def _crashed(run: Run) -> tuple[str, str, list]:
     r, how = min(run.exits.items())
-    facts = []
-    stack = _stack_line(run, r)
-    last = _last_call(run, r)
+    line = _stack_line(run, r) or _line(_last_call(run, r))
+    facts = [("your line", line)] if line else []
     if how.startswith("exit code"):
         title = f"rank {r} ended its process ({how}) before the function returned"
-        advice = "os._exit ends the whole process; return from the function instead"
-    else:
-        title = f"rank {r} died: {SIGNALS.get(how, how)}"
-        advice = _mismatch(run)
-    if stack or last:
-        facts.append(("your line", stack or _line(last)))
-    return "crashed", title, facts + _perhaps(advice)
+        return (
+            "crashed",
+            title,
+            [*facts, ("perhaps", "os._exit ends the whole process; return from the function instead")],
+        )
+    if how == "SIGABRT" and "EnforceNotMet" in run.output[r]:
+        title = f"rank {r} was ended by gloo: a message was larger than the tensor that was to receive it"
+        return "crashed", title, facts + _perhaps(mismatch(run.events))
+    return "crashed", f"rank {r} died: {SIGNALS.get(how, how)}", facts + _perhaps(mismatch(run.events))
 
 
 def _deadlock(run: Run) -> tuple[str, str, list]:
@@ -75,37 +80,51 @@ def _deadlock(run: Run) -> tuple[str, str, list]:
     for r in range(run.world_size):
         event = _blocked_in(run, r)
         if run.states[r] == ledger.DONE:
-            rows.append((f"rank {r}", "has returned", "", ""))
+            rows.append(("has returned", "", "", ""))
         elif event is None:
-            rows.append((f"rank {r}", "waits outside any message", "", ""))
+            rows.append(("waits outside any message", _stack_line(run, r), "", ""))
         else:
-            rows.append((f"rank {r}", f"waits in {event}", event.where, _count(run, event)))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+            outer = event.via[-1] if event.via else _line(event)  # the own line that is not in a helper
+            where, _, code = outer.partition("   ")
+            rows.append((f"waits in {event}", where, _count(run, event), code))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     facts = [
-        (
-            row[0],
-            "  ".join(cell.ljust(w) for cell, w in zip(row[1:3], widths[1:], strict=True)) + "  " + row[3],
-        )
-        for row in rows
+        (f"rank {r}", "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+        for r, row in enumerate(rows)
     ]
-    facts = [(label, text.rstrip()) for label, text in facts]
-    difference = first_difference(run.events, run.world_size)
+    difference = first_difference(run.events)
     if difference:
         facts.append(("they differ", difference))
-    facts += _perhaps(_why_blocked(run))
-    return "deadlock", f"no rank could go on for {run.stall:.1f} s", facts
+    return "deadlock", f"no rank could go on for {run.stall:.1f} s", facts + _perhaps(_why_blocked(run))
 
 
 def _timeout(run: Run) -> tuple[str, str, list]:
+    if ledger.STARTING in run.states:  # no line of the caller's has run there yet
+        r = run.states.index(ledger.STARTING)
+        return "infrastructure", f"rank {r} had not joined the others after {3 * run.timeout:.0f} s", []
     running = [r for r in range(run.world_size) if run.states[r] == ledger.RUNNING]
     facts = []
     for r in running[:4]:
         line = _stack_line(run, r) or _line(_last_call(run, r))
         if line:
             facts.append(("your line" if len(running) == 1 else f"rank {r}", line))
-    who = f"rank {running[0]} was" if len(running) == 1 else "ranks were"
-    advice = "a loop whose end condition never becomes true" if running else "far too many or too large messages"
-    return "timeout", f"{who} still running after {run.timeout:.0f} s", facts + _perhaps(advice)
+    who = "the code was" if run.world_size == 1 else "ranks were"
+    if len(running) == 1 < run.world_size:
+        who = f"rank {running[0]} was"
+    advice = "a loop that never ends, or a sleep"
+    if not running:
+        advice = "far too many or too large messages; or a loop around is_completed(), where gloo needs wait()"
+    pending = [e for e in run.unwaited() if e.rank in running]
+    if pending and len(running) < run.world_size:
+        advice += "; or PyTorch itself waits for another rank inside this line"
+    return "timeout", f"{who} still running after {run.timeout:g} s", facts + _perhaps(advice)
+
+
+def _forbidden(run: Run) -> tuple[str, str, list]:
+    event = next(e for e in run.events if e.refused)
+    case = next((e.api for e in reversed(run.of(event.rank, "case")) if e.index < event.index), None)
+    facts = [("case", case)] if case and not _case(run) else []  # the rank may have gone on and returned
+    return "forbidden", event.refused, facts + ([("your line", _line(event))] if event.where else [])
 
 
 def _lost(run: Run) -> tuple[str, str, list]:
@@ -116,8 +135,13 @@ def _lost(run: Run) -> tuple[str, str, list]:
     )
 
 
+def _no_agent(run: Run) -> tuple[str, str, list]:
+    return "infrastructure", "the process that starts the ranks could not be started, or was ended by the machine", []
+
+
 def _tampered(run: Run) -> tuple[str, str, list]:
-    return "crashed", "what a rank handed back is not readable", [("found", "; ".join(run.notes))]
+    advice = "the code writes files or file descriptors that are not its own"
+    return "crashed", "what a rank handed back is not readable", [("found", "\n".join(run.notes)), ("perhaps", advice)]
 
 
 def _cancelled(run: Run) -> tuple[str, str, list]:
@@ -129,7 +153,9 @@ _EXPLAIN = {
     "crashed": _crashed,
     "deadlock": _deadlock,
     "timeout": _timeout,
+    "forbidden": _forbidden,
     "lost": _lost,
+    "no agent": _no_agent,
     "tampered": _tampered,
     "cancelled": _cancelled,
 }
@@ -139,79 +165,137 @@ _EXPLAIN = {
 
 
 def _why_raised(run: Run, r: int, kind: str, message: str) -> str | None:
+    if kind == "SystemExit":
+        return "return from the function instead: the process is not yours to end"
     if "contiguous" in message:
         return "gloo's send and recv take contiguous tensors: send t.contiguous(), receive into a new tensor and copy_"
-    if kind in ("MemoryError", "RuntimeError") and ("memory" in message or "alloc" in message):
+    if kind == "MemoryError" or "can't allocate memory" in message:
         return "more memory was asked for than a rank may have"
-    if "Connection closed by peer" in message or "Connection reset" in message:
-        return "the other rank had already ended"
-    if ("send tensor" in message and "itself" in message) or ("destination" in message and "self" in message):
+    if _lost_connection(message):
+        return "the rank at the other end had closed its connections: it destroyed the process group, or ended"
+    if "same as the rank of the current process" in message:
         return "a rank keeps its own part with a copy; only the parts of others travel"
-    return _mismatch(run)
+    if message.startswith("Weights only load failed"):
+        return (
+            "save tensors, numbers, text, tuples, lists and dicts only; a numpy array (in numpy's random state) is none"
+        )
+    if kind == "RecursionError":
+        return "the function calls itself without an end"
+    return mismatch(run.events)
 
 
-def _mismatch(run: Run) -> str | None:
-    """The first message whose two ends do not fit each other."""
-    for send, recv in ledger.match_messages(run.events)[0]:
+def mismatch(events: list[Event]) -> str | None:
+    """The first message or collective whose ends do not fit each other; None where all fit."""
+    for send, recv in ledger.match_messages(events)[0]:
         if send.nbytes != recv.nbytes:
-            what = "elements" if send.dtype == recv.dtype else f"elements of {send.dtype}"
+            what = [f"{e.numel} {'elements' if send.dtype == recv.dtype else e.dtype}" for e in (send, recv)]
             return (
-                f"rank {send.rank} sends {send.numel} {what} ({send.where}), "
-                f"rank {recv.rank} receives {recv.numel} of {recv.dtype} ({recv.where})"
+                f"rank {send.rank} sends {what[0]} ({send.where}), rank {recv.rank} receives {what[1]} ({recv.where})"
             )
-    return None
+    return next((f"the calls differ {text}" for missing, text in _differences(events) if not missing), None)
 
 
 def _why_blocked(run: Run) -> str | None:
     blocked = {r: e for r in range(run.world_size) if (e := _blocked_in(run, r))}
     returned = [r for r in range(run.world_size) if run.states[r] == ledger.DONE]
     messages = {r: e for r, e in blocked.items() if e.is_message}
+    if any(e.op == "new_group" for e in blocked.values()):
+        return "every rank must call new_group, also one outside the group, and all in the same order"
     if blocked and len(messages) == len(blocked):
-        partners = all(e.peer in blocked for e in messages.values())
-        if partners and all(e.op == "send" for e in messages.values()):
-            if len(messages) == 2:
-                return "both send before either receives; post the receive first (irecv), or batch the two"
-            return "every rank sends before it receives; post the receive first (irecv), or batch the two"
-        if partners and all(e.op == "recv" for e in messages.values()):
-            return "every rank waits to receive and none has sent; somebody has to send first"
-        for r, e in messages.items():
-            if e.peer in returned:
-                verb = "receives" if e.op == "send" else "sends"
-                return f"rank {e.peer} has returned and never {verb} what rank {r} waits for"
-        alone = ledger.match_messages(run.events)[1]
-        for e in alone:
-            other = next((o for o in alone if o.rank == e.peer and o.op != e.op and e.is_open), None)
-            if other is not None and other.peer != e.rank:
-                ends = [f"rank {o.rank}: {o} ({o.where})" for o in (e, other)]
-                return f"{', but '.join(ends)}: is the peer right?"
-        sizes = _mismatch(run)
-        if sizes:
-            return sizes
-        return "follow the arrows: each rank waits for one that waits itself"
+        return _why_messages_blocked(run, messages, returned)
     if returned and blocked:
         return (
             f"rank {returned[0]} returned without the call that rank {min(blocked)} waits in: every rank must make it"
         )
-    if messages and blocked:
+    if messages:
         return "some ranks are in a collective and others in a message: the ranks do not run the same sequence of calls"
+    if blocked and len({e.op for e in blocked.values()}) > 1:
+        return "every rank of the group must make the same calls in the same order; is one inside an `if rank ...`?"
     return None
 
 
-def first_difference(events: list[Event], world_size: int) -> str | None:
-    """Where the ranks' sequences of collective calls first differ, or None where they do not."""
-    sequences = [[e for e in events if e.rank == r and e.is_collective] for r in range(world_size)]
-    for number, calls in enumerate(zip_longest(*sequences), 1):
-        kinds = {(c.op, c.group, c.numel, c.dtype) if c else None for c in calls}
-        if len(kinds) > 1:
-            seen = "\n".join(
-                f"rank {r}: {c} of {c.numel} {c.dtype} ({c.where})" if c else f"rank {r}: no further call"
-                for r, c in enumerate(calls)
-            )
-            return f"in collective call {number}:\n{seen}"
-    return None
+def _why_messages_blocked(run: Run, messages: dict[int, Event], returned: list[int]) -> str:
+    alone = ledger.match_messages(run.events)[1]
+    for e in (e for e in alone if e.is_open):
+        for other in (o for o in alone if o.rank == e.peer and o.op != e.op):
+            if other.peer == e.rank and other.tag != e.tag:
+                ends = [f"rank {o.rank} has {o.tag} ({o.where})" for o in (e, other)]
+                return f"the tags differ: {', '.join(ends)}"
+            if other.peer == e.rank and other.group != e.group:
+                return f"the groups differ: rank {e.rank} uses {list(e.group)}, rank {other.rank} {list(other.group)}"
+    partners = all(e.peer in messages for e in messages.values())
+    if partners and all(e.op == "send" for e in messages.values()):
+        who = "both send" if len(messages) == 2 else "every rank sends"
+        what = "before either receives" if len(messages) == 2 else "before it receives"
+        return f"{who} {what}; post the receive first (irecv), or batch the two"
+    if partners and all(e.op == "recv" for e in alone):  # else something was sent that nobody receives
+        return "every rank waits to receive and none has sent; somebody has to send first"
+    for e in alone:
+        other = next((o for o in alone if o.rank == e.peer and o.op != e.op and o.is_open), None)
+        if other is not None and other.peer != e.rank:
+            ends = [f"rank {o.rank}: {o} ({o.where})" for o in (e, other)]
+            return f"{', but '.join(ends)}: is the peer right?"
+    for r, e in messages.items():
+        if e.peer in returned:
+            verb = "receives" if e.op == "send" else "sends"
+            return f"rank {e.peer} has returned and never {verb} what rank {r} waits for; is the peer right?"
+    if sizes := mismatch(run.events):
+        return sizes
+    return "each rank waits for one that waits itself; follow from rank to rank in the table to see the circle"
+
+
+def first_difference(events: list[Event]) -> str | None:
+    """Where the sequences of collective calls of a group's ranks first differ, or None where they do not.
+
+    A rank that calls something else tells more than one that makes no further call: that one may be blocked elsewhere.
+    """
+    found = sorted(_differences(events), key=lambda pair: pair[0])
+    return found[0][1] if found else None
+
+
+def _differences(events: list[Event]) -> list[tuple[bool, str]]:
+    """For each group whose ranks' calls differ: whether a rank makes no further call there, and the text."""
+    calls = [e for e in events if e.is_collective or e.op == "new_group"]
+    everybody = sorted({r for e in calls for r in e.group})
+    found = []
+    for group in dict.fromkeys(e.group if e.is_collective else tuple(everybody) for e in calls):
+        mine = [[e for e in calls if e.rank == r and (e.op == "new_group" or e.group == group)] for r in group]
+        for number, row in enumerate(zip_longest(*mine), 1):
+            if len({_kind(call) for call in row}) > 1:
+                name = "" if list(group) == everybody else f" of group {list(group)}"
+                lines = [
+                    f"rank {r}: {_call_text(call)}" if call else f"rank {r}: no further call"
+                    for r, call in zip(group, row, strict=True)
+                ]
+                found.append((None in row, "\n".join([f"in collective call {number}{name}:", *lines[:8]])))
+                break
+    return found
+
+
+def _kind(call: Event | None) -> tuple | None:
+    """What must be the same on all ranks of a group."""
+    if call is None:
+        return None
+    size = None if call.op == "all_to_all" else (call.numel, call.dtype)
+    return call.op, call.group, call.peer, size
+
+
+def _call_text(call: Event) -> str:
+    if call.op == "new_group":
+        return f"new_group({list(call.group)}) ({call.where})"
+    return f"{call} of {call.numel} {call.dtype} ({call.where})" if call.dtype else f"{call} ({call.where})"
 
 
 # ------------------------------------------------------------------------------------------------------- wordings
+
+
+def _lost_connection(message: str) -> bool:
+    return "Connection closed by peer" in message or "Connection reset" in message
+
+
+def _without_library_paths(message: str) -> str:
+    """A message without the `[/path/to/pair.cc:553]` that PyTorch and gloo put before it."""
+    return re.sub(r"^(\[[^\]]*\.(cc|cpp|h):\d+\] ?)+(err == 0\. )?", "", message)
 
 
 def _perhaps(text: str | None) -> list[tuple[str, str]]:
@@ -222,16 +306,18 @@ def _blocked_in(run: Run, r: int) -> Event | None:
     """The operation an unfinished rank waits in: the last one that is still open."""
     if run.states[r] == ledger.DONE:
         return None
-    return next((e for e in reversed(run.of(r)) if e.op not in ("case", "span") and e.is_open), None)
+    return next((e for e in reversed(run.of(r)) if e.op not in ledger.MARKS and e.is_open), None)
 
 
 def _last_call(run: Run, r: int) -> Event | None:
-    return next((e for e in reversed(run.of(r)) if e.op not in ("case", "span")), None)
+    return next((e for e in reversed(run.of(r)) if e.op not in ledger.MARKS), None)
 
 
 def _count(run: Run, event: Event) -> str:
+    if event.op == "new_group":
+        return ""
     if not event.is_message:
-        nth = [e for e in run.of(event.rank) if e.is_collective].index(event) + 1
+        nth = [e.index for e in run.of(event.rank) if e.is_collective].index(event.index) + 1
         return f"its {_ordinal(nth)} collective call"
     begin = max((e.index for e in run.of(event.rank, "case")), default=-1)
     nth = [e.index for e in run.of(event.rank, "send", "recv") if e.index > begin].index(event.index) + 1
@@ -244,25 +330,21 @@ def _ordinal(n: int) -> str:
 
 
 def _line(event: Event | None) -> str:
-    return f"{event.where}   {event.code}".rstrip() if event and event.where else ""
+    return event.line if event else ""
 
 
 def _frame_text(frame: tuple) -> str:
-    name, line, _, code = frame
+    name, line, code = frame
     return f"{name}:{line}   {code}".rstrip()
 
 
 def _stack_line(run: Run, r: int) -> str:
     """The innermost line of the student's own file in a faulthandler dump (innermost first there)."""
-    import linecache
-    from pathlib import Path
-
     for line in run.stacks[r].splitlines():
-        parts = line.strip().split('"')
-        if len(parts) == 3 and parts[1].startswith(tuple(run.roots)):
-            number = parts[2].split("line ")[1].split(" ")[0]
-            code = linecache.getline(parts[1], int(number)).strip() if number.isdigit() else ""
-            return f"{Path(parts[1]).name}:{number}   {code}".rstrip()
+        found = re.match(r'\s*File "(.*)", line (\d+) in (.*)', line)
+        if found and found[1].startswith(tuple(run.roots) or "") and not ledger.is_library(found[1]):
+            code = linecache.getline(found[1], int(found[2])).strip()[:160]
+            return _frame_text((ledger.file_name(found[1], found[3]), int(found[2]), code))
     return ""
 
 
@@ -276,10 +358,21 @@ def _case(run: Run) -> str | None:
     return min(cases)[1] if cases else None
 
 
-def _output(run: Run) -> str:
-    for r, text in enumerate(run.output):
-        lines = [line for line in text.splitlines() if line.strip()]
-        if lines:
-            more = f" (and {run.dropped[r]} bytes more)" if run.dropped[r] else ""
-            return "\n".join([f"rank {r}{more}:", *lines[-5:]])
+def _is_gloo(line: str) -> bool:
+    """Part of what a process prints when gloo ends it; the report says it in plainer words."""
+    return "gloo::EnforceNotMet" in line or "[enforce fail at" in line
+
+
+def printed(run: Run) -> str:
+    """The end of what one rank printed: of one that raised or died, if that printed anything, or the lowest rank."""
+    for r in sorted(range(run.world_size), key=lambda r: not (run.errors[r] or r in run.exits)):
+        lines = [line for line in run.output[r].splitlines() if line.strip() and not _is_gloo(line)]
+        if not lines:
+            continue
+        which = f"the last {PRINTED} of {len(lines)} lines" if len(lines) > PRINTED else ""
+        if run.dropped[r]:
+            which = f"which printed {run.dropped[r] / 2**20:.1f} MiB more than is kept"
+        who = f"rank {r}" if run.world_size > 1 else ""
+        head = ", ".join(filter(None, (who, which)))
+        return "\n".join(([f"{head}:"] if head else []) + [line[:200] for line in lines[-PRINTED:]])
     return ""

@@ -5,12 +5,15 @@ autograd hooks, from subgroups and from PyTorch's own wrappers too. It appends t
 so that the log is complete up to the moment a rank is killed. In the driver, `read_log` turns the log into `Event`s.
 """
 
+import functools
+import itertools
 import json
 import linecache
 import mmap
 import os
 import struct
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -23,6 +26,8 @@ from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autograder.lab import costs
+
+MARKS = ("span", "case")
 
 # ----------------------------------------------------------------------------------------------- what is recorded
 
@@ -37,7 +42,7 @@ class Event:
 
     rank: int
     index: int
-    op: str  # "send", "recv", "all_reduce", ...; "span" and "case" for marks
+    op: str  # "send", "recv", "all_reduce", ..., "new_group"; "span" and "case" for marks
     api: str  # what the caller called: "isend", "batch_isend_irecv", "all_gather_object", ...; a mark's text
     nbytes: int  # of the full, unsharded tensor
     numel: int
@@ -56,6 +61,9 @@ class Event:
     wait_order: int | None = None
     done: float | None = None  # that wait, or a mark's span, ended
     done_order: int | None = None
+    via: tuple[str, ...] = ()  # the caller's own lines that led there, innermost first
+    changed: bool = False  # what was sent had other values when it was waited for
+    refused: str | None = None  # why it is not allowed: it was not carried out
 
     @property
     def is_message(self) -> bool:
@@ -63,12 +71,17 @@ class Event:
 
     @property
     def is_collective(self) -> bool:
-        return not self.is_message and self.op not in ("span", "case")
+        return not self.is_message and self.op not in ("new_group", *MARKS)
 
     @property
     def is_open(self) -> bool:
         """Issued and neither returned nor waited for to the end: what a blocked rank is blocked in."""
         return self.end is None or (self.wait is not None and self.done is None)
+
+    @property
+    def line(self) -> str:
+        """The caller's line as it is shown, after the own lines that led there; "" where it is not known."""
+        return "\n".join([*reversed(self.via), f"{self.where}   {self.code}".rstrip()]) if self.where else ""
 
     def __str__(self) -> str:
         if self.op == "send":
@@ -87,6 +100,7 @@ class Event:
 STATUS = struct.Struct("<BxxxxxxxQ")  # state and progress count of one rank, in memory shared with the agent
 STARTING, RUNNING, WAITING, DONE, FAILED = range(5)
 MAX_EVENTS = 100_000
+MAX_WATCHED = 2**20  # bytes of a message that is compared with itself when its sender has waited for it
 
 OPERATORS = {
     "send": "send",
@@ -136,18 +150,32 @@ class Log:
     def __init__(self, fd: int, memory: mmap.mmap, rank: int, clock0: float) -> None:
         self.fd, self.memory, self.offset, self.clock0 = fd, memory, rank * STATUS.size, clock0
         self.progress = 0
-        self.lines = 0
+        self.waiting: set[int] = set()  # threads that wait
+        self.muted = False
+
+    def mute(self) -> None:
+        """In a copy of the process that the function's own code forked: its calls are not this rank's."""
+        self.muted = True
 
     def state(self, state: int) -> None:
         self.progress += 1
-        STATUS.pack_into(self.memory, self.offset, state, self.progress)
+        if not self.muted:
+            STATUS.pack_into(self.memory, self.offset, state, self.progress)
+
+    def wait(self) -> None:
+        """This thread begins to wait; the rank waits while any of its threads does."""
+        self.waiting.add(threading.get_ident())
+        self.state(WAITING)
+
+    def go_on(self) -> None:
+        self.waiting.discard(threading.get_ident())
+        self.state(WAITING if self.waiting else RUNNING)
 
     def now(self) -> float:
         return round(time.monotonic() - self.clock0, 7)
 
     def write(self, kind: str, *fields: object) -> None:
-        self.lines += 1
-        if self.lines <= 4 * MAX_EVENTS:
+        if not self.muted:
             os.write(self.fd, (json.dumps([kind, *fields]) + "\n").encode())
 
 
@@ -160,55 +188,54 @@ class Recorder(TorchDispatchMode):
         refuse: given an operator's name and the API's, why it is not allowed here, or None.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # nothing is compiled in a rank; telling the compiler so at every operator costs more than the rest
+        )
+
     def __init__(self, log: Log, roots: tuple[str, ...] = (), refuse: Callable | None = None) -> None:
         super().__init__()
         self.log, self.roots, self.refuse = log, roots, refuse
-        self.count = 0
+        self._next = itertools.count()
         self.works: dict[int, tuple[object, int]] = {}  # id of a pending Work -> (the Work, its event's index)
+        self.watched: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # a sent tensor and its values then
         self.functional: dict[int, int] = {}  # storage of a functional collective's result -> event index
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(t.__module__.startswith("torch.distributed.") for t in types):
+            return NotImplemented  # a DTensor, say: its own handler runs first, and we see the operators that it issues
         if func.namespace not in NAMESPACES:
             return func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1]
+        name, op, arguments = _schema(func)
         if name == "wait_tensor":
             index = self.functional.pop(args[0].untyped_storage().data_ptr(), None)
             return self._waiting(index, lambda: func(*args, **(kwargs or {})))
-        if name.rstrip("_") not in OPERATORS and name not in OPERATORS:
+        if op is None:
             return func(*args, **(kwargs or {}))
 
-        op = OPERATORS.get(name) or OPERATORS[name.rstrip("_")]
-        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
-        where, code, api = self._caller()
-        index = self.count
-        self.count += 1
-        nbytes, numel, dtype, ranks, peer, is_async, sent = _describe(func.namespace, op, api, named)
+        named = dict(zip(arguments, args, strict=False)) | (kwargs or {})
+        where, code, calls, via = self._caller()
+        api = calls[-1] if calls else ""
+        index = self._index()
+        nbytes, numel, dtype, ranks, peer, is_async, sent = _describe(func.namespace, op, calls, named)
         tag = named.get("tag") if isinstance(named.get("tag"), int) else 0
+        now = self.log.now()
         self.log.write(
-            "op",
-            index,
-            op,
-            api,
-            nbytes,
-            numel,
-            dtype,
-            ranks,
-            peer,
-            is_async,
-            sent,
-            tag,
-            where,
-            code,
-            self.log.now(),
-        )
+            "op", index, op, api, nbytes, numel, dtype, ranks, peer, is_async, sent, tag, where, code, now
+        )  # fmt: skip
+        if via:
+            self.log.write("via", index, via)
         reason = self.refuse(op, api) if self.refuse else None
         if reason:
             self.log.write("forbidden", index, reason)
             raise Forbidden(reason)
 
-        self.log.state(WAITING)
-        out = func(*args, **(kwargs or {}))
-        self.log.state(RUNNING)
+        self.log.wait()
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            self.log.go_on()
         self.log.write("end", index, self.log.now())
         if func.namespace == "c10d":
             work = out[-1] if isinstance(out, tuple | list) and len(out) else out
@@ -216,6 +243,9 @@ class Recorder(TorchDispatchMode):
                 # While this Python object lives, the caller's Work is the same object, so its id identifies it.
                 work = Work.unbox(work)
                 self.works[id(work)] = (work, index)
+                if op == "send" and 0 < nbytes <= MAX_WATCHED:
+                    message = named["tensors"][0]
+                    self.watched[index] = (message, message.clone())
         elif isinstance(out, torch.Tensor):
             self.functional[out.untyped_storage().data_ptr()] = index
         return out
@@ -223,41 +253,62 @@ class Recorder(TorchDispatchMode):
     def _waiting(self, index: int | None, wait: Callable) -> object:
         if index is not None:
             self.log.write("wait", index, self.log.now())
-        self.log.state(WAITING)
+        self.log.wait()
+        message, copy = self.watched.pop(index, (None, None))
+        changed = message is not None and not _same_bytes(message, copy)
         try:
             return wait()
         finally:
-            self.log.state(RUNNING)
+            self.log.go_on()
             if index is not None:
                 self.log.write("done", index, self.log.now())
+            if changed:
+                self.log.write("changed", index)
 
-    def _caller(self) -> tuple[str, str, str]:
-        """The innermost frame of the caller's own files: file:line, its text, and the API called from there."""
-        frame, api, fallback = sys._getframe(2), "", None
+    def _index(self) -> int:
+        index = next(self._next)
+        if index >= MAX_EVENTS:
+            raise RuntimeError(f"more than {MAX_EVENTS:,} messages and collectives in one run")
+        return index
+
+    def _caller(self) -> tuple[str, str, list[str], list[str]]:
+        """The innermost frame of the caller's own files: file:line, its text, and the APIs in between, outermost last.
+
+        The last item are up to two own lines that called it. Without a frame in `roots`, the innermost is taken that is
+        outside torch and the standard library.
+        """
+        frame, calls, fallback = sys._getframe(2), [], None
         while frame is not None:
             path = frame.f_code.co_filename
-            if path.startswith(self.roots):
+            library = is_library(path)
+            if not library and path.startswith(self.roots):
                 break
-            if is_library(path):
-                if fallback is None and f"{os.sep}torch{os.sep}distributed{os.sep}" in path:
-                    api = frame.f_code.co_name if frame.f_code.co_name != "wrapper" else api
+            if library:
+                name = frame.f_code.co_name
+                if fallback is None and _DISTRIBUTED in path and name != "wrapper":
+                    calls.append(name)
             elif fallback is None:
                 fallback = frame
             frame = frame.f_back
         frame = frame or fallback
         if frame is None:
-            return "", "", api
-        return *_position(frame), api
+            return "", "", calls, []
+        via, outer = [], frame.f_back if frame is not fallback else None
+        while outer is not None and len(via) < 2:
+            path = outer.f_code.co_filename
+            if path.startswith(self.roots) and not is_library(path):
+                via.append("   ".join(_position(outer)))
+            outer = outer.f_back
+        return *_position(frame), calls, via
 
     def mark(self, kind: str, text: str) -> int:
         """Write a mark into the same sequence and return its index: a "case" of a check, or a "span" of work."""
-        index = self.count
+        index = self._index()
         self.log.write(kind, index, text, self.log.now())
-        self.count += 1
         return index
 
     def install(self) -> None:
-        """Make waiting visible: `Work.wait` and the store barrier inside `new_group`, for the rest of this process."""
+        """Make waiting visible, also in other threads and inside `new_group`, for the rest of this process."""
         recorder, wait, is_completed, get_future = self, Work.wait, Work.is_completed, Work.get_future
 
         def recorded_wait(work: Work, *args: object, **kwargs: object) -> object:
@@ -268,7 +319,7 @@ class Recorder(TorchDispatchMode):
             recorder.log.progress -= 1  # polling is not progress: a loop around it counts as waiting
             recorder.log.state(WAITING)
             if is_completed(work):
-                recorder.log.state(RUNNING)
+                recorder.log.go_on()
                 known = recorder.works.pop(id(work), None)
                 if known:
                     recorder._waiting(known[1], lambda: None)
@@ -286,31 +337,90 @@ class Recorder(TorchDispatchMode):
             recorded_is_completed,
             recorded_get_future,
         )
-        c10d = dist.distributed_c10d
-        barrier = c10d._store_based_barrier
-        c10d._store_based_barrier = lambda *a, **k: recorder._waiting(None, lambda: barrier(*a, **k))
+        future_wait, c10d, start = torch._C.Future.wait, dist.distributed_c10d, threading.Thread.start
+        new_group = c10d._new_process_group_helper
+
+        def recorded_new_group(size: int, rank: int, ranks: list[int], *args: object, **kwargs: object) -> object:
+            if not ranks:  # the default group: who waits there waits for a rank that has not started yet
+                return new_group(size, rank, ranks, *args, **kwargs)
+            where, code, calls, _ = recorder._caller()
+            index, now = recorder._index(), recorder.log.now()
+            fields = ("new_group", calls[-1], 0, 0, "", list(ranks), None, False, 0, 0, where, code, now)
+            recorder.log.write("op", index, *fields)
+            group = recorder._waiting(None, lambda: new_group(size, rank, ranks, *args, **kwargs))
+            recorder.log.write("end", index, recorder.log.now())
+            return group
+
+        def recorded_start(thread: threading.Thread) -> None:
+            run = thread.run
+
+            def recorded_run() -> None:
+                with _OnThread(recorder):
+                    run()
+
+            thread.run = recorded_run
+            start(thread)
+
+        torch._C.Future.wait = lambda future: recorder._waiting(None, lambda: future_wait(future))
+        c10d._new_process_group_helper = recorded_new_group
+        threading.Thread.start = recorded_start
 
 
+class _OnThread(TorchDispatchMode):
+    """The recorder in another thread: a dispatch mode acts only in the thread that enters it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.recorder.__torch_dispatch__(func, types, args, kwargs)
+
+
+@functools.cache
+def _schema(func: object) -> tuple[str, str | None, list[str]]:
+    """An operator's own name, ours for it (None: not one that is recorded), and the names of its arguments."""
+    name = func._schema.name.split("::")[1]
+    return name, OPERATORS.get(name) or OPERATORS.get(name.rstrip("_")), [a.name for a in func._schema.arguments]
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have the same bits, NaNs included."""
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+@functools.cache
 def is_library(path: str) -> bool:
-    if path.startswith("<"):
-        return path != BY_VALUE
+    """Whether a file is PyTorch's, Python's, an installed package's or the lab's own: never "the student's line"."""
+    if path.startswith("<"):  # of code without a file, only a notebook's is the caller's own
+        return not path.startswith("<ipython")
     return path.startswith((_TORCH, _LAB, _STANDARD)) or "site-packages" in path
 
 
-BY_VALUE = "<dynamic-code>"  # the file name that cloudpickle gives to functions that travel by value
 _TORCH = str(Path(torch.__file__).parent)
+_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _LAB = str(Path(__file__).parent)
 _STANDARD = str(Path(os.__file__).parent)  # the standard library, and site-packages in it
 
 
 def _position(frame) -> tuple[str, str]:
     path, line = frame.f_code.co_filename, frame.f_lineno
-    if path == BY_VALUE:
-        return f"{frame.f_code.co_name}:{line}", ""
-    return f"{Path(path).name}:{line}", linecache.getline(path, line).strip()[:160]
+    return f"{file_name(path, frame.f_code.co_name)}:{line}", linecache.getline(path, line).strip()[:160]
 
 
-def _describe(namespace: str, op: str, api: str, named: dict) -> tuple:
+@functools.cache
+def file_name(path: str, function: str) -> str:
+    """How a file is called in messages; in a notebook, the function stands for the cell."""
+    name = Path(path).name
+    in_notebook = path.startswith("<ipython") or (name != path and not Path(path).exists())
+    return function if in_notebook else name
+
+
+def _describe(namespace: str, op: str, calls: list[str], named: dict) -> tuple:
     """Bytes, elements, dtype, group, peer, async or not, and bytes sent, from an operator's arguments by name."""
     group = named.get("process_group")
     if group is not None:
@@ -337,9 +447,12 @@ def _describe(namespace: str, op: str, api: str, named: dict) -> tuple:
     dtype = str((both or inputs or outputs)[0].dtype).removeprefix("torch.") if (both or inputs or outputs) else ""
 
     at = next((named[k] for k in ("dst", "src", "root_rank") if isinstance(named.get(k), int)), None)
+    if at is not None and not 0 <= at < p:
+        raise ValueError(f"there is no rank {at} in a group of {p}")  # gloo would crash
     peer = None if at is None else ranks[at]
     # "wait" after the call is the caller's own for isend, irecv and batches; `dist.send` waits itself.
-    is_async = api not in ("send", "recv") if op in ("send", "recv") else bool(named.get("async_op", True))
+    blocking = "send" in calls or "recv" in calls or "wait_all_ranks" in named
+    is_async = not blocking and bool(named.get("async_op", True))
     if namespace != "c10d":
         is_async = True
 
@@ -410,7 +523,7 @@ def read_log(log: str, rank: int) -> list[Event]:
                     tuple(int(r) for r in group), None if peer is None else int(peer), bool(is_async), int(sent),
                     int(tag), str(where), str(code), float(start), order,
                 )  # fmt: skip
-            elif kind in ("case", "span"):
+            elif kind in MARKS:
                 text, now = str(rest[0]), float(rest[1])
                 events[int(index)] = Event(
                     rank, int(index), kind, text, 0, 0, "", (), None, False, 0, 0, "", "", now, order, now
@@ -421,9 +534,15 @@ def read_log(log: str, rank: int) -> list[Event]:
                 events[int(index)].wait, events[int(index)].wait_order = float(rest[0]), order
             elif kind == "done":
                 events[int(index)].done, events[int(index)].done_order = float(rest[0]), order
-            elif kind != "forbidden":
+            elif kind == "via":
+                events[int(index)].via = tuple(str(line) for line in rest[0])
+            elif kind == "changed":
+                events[int(index)].changed = True
+            elif kind == "forbidden":
+                events[int(index)].refused = str(rest[0])
+            else:
                 raise ValueError(kind)
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
             raise ValueError(f"line {order + 1} of the log of rank {rank} is not a log line: {error}") from None
     return [events[index] for index in sorted(events)]
 

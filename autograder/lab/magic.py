@@ -16,7 +16,9 @@ is shown as the autograder would show it.
 import argparse
 import html
 import linecache
+import os
 import shlex
+import tempfile
 import types
 from collections import defaultdict
 from pathlib import Path
@@ -26,6 +28,8 @@ from autograder.lab.findings import fact_lines
 from autograder.lab.ledger import Event
 
 CELL = "cell"  # the "file name" of a cell's code in messages: cell:3 is its third line
+# How the names of other cells' "files" begin, in IPython and in Jupyter.
+CELLS = ("<ipython-input", str(Path(tempfile.gettempdir(), f"ipykernel_{os.getpid()}")))
 
 
 def load_ipython_extension(ipython) -> None:
@@ -47,6 +51,8 @@ def _arguments(line: str) -> argparse.Namespace:
         raise ValueError(f"%%ranks: {error}") from None
     except SystemExit:
         raise ValueError("%%ranks needs the number of ranks: %%ranks 4 [--ledger] [--timeline] [--save NAME]") from None
+    if options.save is not None and not options.save.isidentifier():
+        raise ValueError(f"%%ranks: --save needs a name, and {options.save!r} is none")
     if unknown:
         raise ValueError(f"%%ranks does not know {' '.join(unknown)}")
     return options
@@ -59,6 +65,7 @@ def _magic(ipython, line: str, cell: str) -> None:
     code = compile(cell, CELL, "exec")
     used = {n: ipython.user_ns[n] for n in _names(code) if n in ipython.user_ns and _travels(ipython.user_ns[n])}
     folder = str(Path.cwd())
+    _remember(cell)
     run = ranks.run(
         run_cell,
         options.world_size,
@@ -66,7 +73,7 @@ def _magic(ipython, line: str, cell: str) -> None:
         used,
         folder,
         timeout=options.timeout,
-        roots=[CELL, folder],
+        roots=[CELL, folder, *CELLS],
         check=False,
     )
     if options.save:
@@ -87,14 +94,18 @@ def run_cell(context: ranks.rank_files.RankContext, cell: str, used: dict, folde
     import torch.distributed as dist
 
     sys.path.insert(0, folder)
-    lines = cell.splitlines(keepends=True)
-    linecache.cache[CELL] = (len(cell), None, lines, CELL)
-    namespace = {
-        **used, "torch": torch, "dist": dist, "rank": context.rank, "world_size": context.world_size,
-        "span": context.span, "__name__": "__main__",
+    _remember(cell)
+    namespace = used | {
+        "torch": torch, "dist": dist, "rank": context.rank, "world_size": context.world_size, "span": context.span,
+        "__name__": "__main__",
     }  # fmt: skip
     exec(compile(cell, CELL, "exec"), namespace)  # the cell is the notebook's own code
     return namespace.get("result")
+
+
+def _remember(cell: str) -> None:
+    """Let tracebacks and reports find the text of the cell's lines."""
+    linecache.cache[CELL] = (len(cell), None, cell.splitlines(keepends=True), CELL)
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -170,7 +181,7 @@ class Ledger:
         self.rows = []
         groups: dict[tuple, list[Event]] = defaultdict(list)
         for e in run.events:
-            if e.op not in ("case", "span", "recv"):
+            if e.op == "send" or e.is_collective:
                 groups[e.rank, str(e), f"{e.where}  {e.code}"[:60]].append(e)
         for (rank, operator, line), events in groups.items():
             self.rows.append(

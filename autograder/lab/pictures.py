@@ -135,6 +135,31 @@ def ranks(nodes: int = 2, per_node: int = 4) -> Figure:
     return figure
 
 
+def batch_shards(p: int = 4) -> Figure:
+    """Data parallelism: the batch is cut into blocks of rows, the model is copied, the gradients are averaged."""
+    figure, ax = _canvas(20, 2 * p + 1.3)
+    bottom = 1 + 2 * p
+    for x, title in ((1.7, "batch"), (6.1, "shard"), (10.7, "model"), (14.6, "gradient"), (18.4, "average")):
+        _text(ax, x, 0.45, title, weight="bold")
+    for r in range(p):
+        y, colour = 1 + 2 * r, RANK[r % len(RANK)]
+        for row in range(2):  # two samples for each rank
+            ax.add_patch(Rectangle((0.3, y + row), 2.8, 1, fc=_tint(colour), ec=INK, lw=0.8))
+            ax.add_patch(Rectangle((4.7, y + 0.2 + 0.8 * row), 2.8, 0.8, fc=_tint(colour), ec=INK, lw=0.8))
+        _arrow(ax, (3.2, y + 1), (4.5, y + 1))
+        _text(ax, 6.1, y + 0.6, f"rank {r}")
+        _arrow(ax, (7.6, y + 1), (8.9, y + 1))
+        _box(ax, 9.1, y + 0.2, 3.2, 1.6, "$\\theta$, all of it", fill="#F7F7F7")
+        _arrow(ax, (12.4, y + 1), (13.7, y + 1))
+        _piece(ax, 14.1, y + 0.5, (frozenset([r]), f"$g_{r}$"))
+        _arrow(ax, (15.2, y + 1), (16.1, y + 1))
+        _arrow(ax, (17, y + 1), (17.8, y + 1))
+        _piece(ax, 17.9, y + 0.5, (frozenset(range(p)), "$g$"))
+    _box(ax, 16.2, 1.1, 0.8, bottom - 1.2, fill=_tint(KIND["collective"]))
+    ax.text(16.6, (1 + bottom) / 2, "all-reduce", rotation=90, ha="center", va="center", fontsize=TEXT, color=INK)
+    return figure
+
+
 def tcp_and_rdma() -> Figure:
     """The stations a byte passes between two GPUs: through both CPUs, or past them."""
     figure, ax = _canvas(20, 5.7)
@@ -151,6 +176,27 @@ def tcp_and_rdma() -> Figure:
         for here, there in itertools.pairwise(used):
             start, end = boxes[here][0] + boxes[here][1], boxes[there][0]
             _arrow(ax, (start, y + 0.75), (end, y + 0.75), mutation_scale=8)
+    return figure
+
+
+# Data -------------------------------------------------------------------------------------------------------
+
+
+def window(text: str, start: int, length: int) -> Figure:
+    """A stretch of tokens, one window of it, and the targets: the same window one further."""
+    figure, ax = _canvas(max(len(text), 20) + 5, 6.4)
+    left = 4.4
+    rows = ((1.1, "tokens", 0, len(text)), (3.1, "x", start, length), (4.4, "y", start + 1, length))
+    for y, name, first, count in rows:
+        _text(ax, left - 0.4, y + 0.5, name, ha="right", weight="bold")
+        for i in range(first, first + count):
+            inside = name == "tokens" and start <= i <= start + length
+            colour = {"x": RANK[0], "y": RANK[1]}.get(name, KIND["wait"] if inside else "#FFFFFF")
+            ax.add_patch(Rectangle((left + i, y), 1, 1, fc=_tint(colour, 0.4), ec=INK if inside else FAINT, lw=0.8))
+            shown = {" ": "\u2423", "\n": "\u21b5"}.get(text[i], text[i])
+            _text(ax, left + i + 0.5, y + 0.5, shown, family="monospace")
+    _text(ax, left + start + 0.5, 0.6, "start")
+    _text(ax, left + start, 5.9, "y[t] is what follows x[t]", ha="left")
     return figure
 
 
@@ -338,6 +384,7 @@ def curves(
     ylabel: str,
     log: str = "xy",
     units: tuple[str, str] = ("", ""),
+    legend_above: bool = False,
 ) -> Figure:
     """Named lines over x. `log` names the logarithmic axes; a unit is "bytes", "seconds" or none."""
     forms = {"": lambda value, _: f"{value:g}", "bytes": _size, "seconds": _duration}
@@ -350,5 +397,76 @@ def curves(
         if axis in log:
             scale("log")
     _plain(ax, forms[units[0]], forms[units[1]])
-    ax.legend(fontsize=TEXT, frameon=False)
+    if legend_above:
+        figure.legend(fontsize=TEXT, frameon=False, loc="outside upper center", ncols=2)
+    else:
+        ax.legend(fontsize=TEXT, frameon=False)
+    return figure
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str, unit: str = "bytes", totals: bool = True) -> Figure:
+    """Horizontal bars, each made of named parts; a part has the same colour in every bar.
+
+    Args:
+        rows: for each bar its name and its parts, with their sizes.
+        xlabel: of the axis.
+        unit: "bytes", "seconds" or "" for plain numbers.
+        totals: whether the sum stands at the end of each bar.
+    """
+    form = {"": lambda value, _=None: f"{value:g}", "bytes": _size, "seconds": _duration}[unit]
+    figure = Figure(figsize=(WIDTH, 0.42 * len(rows) + 1.15), layout="constrained")
+    ax = figure.subplots()
+    names = list(dict.fromkeys(part for parts in rows.values() for part in parts))
+    ends = dict.fromkeys(rows, 0.0)
+    for i, name in enumerate(names):
+        sizes = [parts.get(name, 0.0) for parts in rows.values()]
+        ax.barh(list(rows), sizes, left=list(ends.values()), color=_tint(RANK[i], 0.75), label=name, height=0.66)
+        ends = {row: end + size for (row, end), size in zip(ends.items(), sizes, strict=True)}
+    if totals:
+        for row, end in enumerate(ends.values()):
+            ax.text(end, row, f" {form(end)}", va="center", fontsize=TEXT, color=INK)
+    ax.set(xlabel=xlabel, xlim=(0, max(ends.values()) * (1.13 if totals else 1.0)))
+    ax.invert_yaxis()
+    _plain(ax, form)
+    ax.yaxis.grid(False)
+    figure.legend(fontsize=TEXT, frameon=False, loc="outside upper center", ncols=len(names))
+    return figure
+
+
+# Steps ------------------------------------------------------------------------------------------------------
+
+Moments = tuple[Sequence[float], Sequence[tuple[float, float]], float]
+
+
+def backwards(steps: Mapping[str, Moments]) -> Figure:
+    """Backward passes one under the other: when gradients were computed, when messages were under way, and the tail.
+
+    Args:
+        steps: title -> (when each gradient was there, start and end of each message, end of the last wait), in
+            milliseconds from the start of backward.
+    """
+    figure = Figure(figsize=(WIDTH, 1.05 * len(steps) + 0.9), layout="constrained")
+    ax = figure.subplots()
+    longest = max(end for _, _, end in steps.values())
+    for i, (title, (gradients, messages, end)) in enumerate(steps.items()):
+        y, last = 3.2 * i, max(gradients)
+        ax.text(0, y - 0.12, title, fontsize=TEXT, color=INK, va="bottom")
+        ax.broken_barh([(0, last)], (y, 0.9), color=_tint(KIND["compute"]), linewidth=0)
+        ax.vlines(gradients, y, y + 0.9, color=KIND["compute"], lw=0.8)
+        bars = [(start, max(stop - start, longest / 500)) for start, stop in messages]
+        look = {"facecolor": _tint(KIND["collective"], 0.6), "edgecolor": KIND["collective"], "linewidth": 0.5}
+        ax.broken_barh(bars, (y + 1, 0.9), alpha=0.6, **look)
+        ax.add_patch(Rectangle((last, y), end - last, 1.9, fc=KIND["wait"], ec="none", alpha=0.6, zorder=0))
+        ax.text(end + longest / 100, y + 0.95, f"tail {_duration((end - last) / 1e3)}", fontsize=TEXT, va="center")
+    _plain(ax)
+    ax.set(
+        xlim=(0, 1.17 * longest), ylim=(3.2 * len(steps) - 0.9, -1), xlabel="milliseconds from the start of backward"
+    )
+    ax.set_yticks([])
+    ax.spines["left"].set_visible(False)
+    words = {"compute": "gradients", "collective": "messages under way", "wait": "tail"}
+    handles = [Rectangle((0, 0), 1, 1, color=_tint(KIND[k], 0.7)) for k in words]
+    figure.legend(
+        handles, list(words.values()), loc="outside lower center", ncols=len(words), frameon=False, fontsize=TEXT
+    )
     return figure

@@ -12,10 +12,11 @@ import importlib.util
 import json
 import mmap
 import os
-import pickle
+import random
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -27,9 +28,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autograder.lab import ledger
+from autograder.lab import ledger, travel
 
 MAX_RESULT = 256 * 2**20  # bytes of one rank's return value
+MAX_DEPTH = 50
+MAX_ITEMS = 1_000_000  # tensors, numbers, lists, ... in it
+SPARE = 32 * 2**20  # bytes of address space that are kept for reporting that the others are used up
 STACK = "stack-{}.txt"
 LOG = "log-{}.jsonl"
 OUTCOME = "outcome-{}.json"
@@ -117,29 +121,36 @@ def load_module(path: Path) -> types.ModuleType:
 def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
     """Runs in the fork and never returns: the process is ended by the agent, or by itself with `os._exit`."""
     folder = Path(job["folder"])
-    log = None
+    log, spare, me = None, None, os.getpid()
     try:
         _become_a_rank(folder, rank, output_fd, job["memory_limit"])
         log_fd = os.open(folder / LOG.format(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         log = ledger.Log(log_fd, memory, rank, job["clock0"])
-        log.state(ledger.RUNNING)
         fn, args, refuse, refused_names, roots = _take_arguments(folder, rank)
+        os.register_at_fork(after_in_child=log.mute)
         recorder = ledger.Recorder(log, tuple(roots), refuse)
         recorder.install()
         refuse_names(refused_names)
-        device = _join_group(job, rank, folder, log)
+        device = _join_group(job, rank, folder)
         context = RankContext(rank, job["world_size"], device, recorder, job["student"])
         threads = set(threading.enumerate())
+        spare = bytearray(SPARE)
         with recorder:
             value = fn(context, *_to(args, device))
+        if os.getpid() != me:  # the function forked, and this copy of the rank came back from it too
+            os._exit(0)
         left = [f"thread {t.name!r}" for t in threading.enumerate() if t not in threads and t.is_alive()]
         _save(value, folder / RESULT.format(rank))
         _write_json(folder / OUTCOME.format(rank), {"left": left})
         log.state(ledger.DONE)
     except BaseException as error:
-        _write_json(folder / OUTCOME.format(rank), _describe_error(error, job))
-        if log is None:
+        del spare
+        if os.getpid() != me or log is None:
             os._exit(1)
+        described = _describe_error(error, job)
+        _write_json(folder / OUTCOME.format(rank), described)
+        if "onnection" in described["message"]:
+            time.sleep(0.2)  # the rank that closed the connection did so by dying: let that be seen first
         log.state(ledger.FAILED)
     # Stay: a rank that exits closes its connections, and the others would see an error instead of a missing message.
     while True:
@@ -168,25 +179,26 @@ def _become_a_rank(folder: Path, rank: int, output_fd: int, memory_limit: int | 
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     torch.set_num_threads(1)
+    random.seed()
+    np.random.seed()
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)  # what a rank leaves there goes with the job
 
 
 def _take_arguments(folder: Path, rank: int) -> tuple:
     """Unpickle what the driver sent (trusted: it flows into the rank only) and remove it before student code runs."""
     path = folder / ARGS.format(rank)
-    payload = pickle.loads(path.read_bytes())
+    payload = path.read_bytes()
     path.unlink()
-    return payload
+    return travel.unpack(payload)
 
 
-def _join_group(job: dict, rank: int, folder: Path, log: ledger.Log) -> str:
+def _join_group(job: dict, rank: int, folder: Path) -> str:
     device = "cpu"
     if job["backend"] == "nccl":
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    log.state(ledger.WAITING)
     store = dist.FileStore(str(folder / "store"), job["world_size"])
     dist.init_process_group(job["backend"], store=store, rank=rank, world_size=job["world_size"])
-    log.state(ledger.RUNNING)
     return device
 
 
@@ -206,12 +218,13 @@ class _Plain:
     """Turns a return value into tensors and plain values; anything else becomes the text of what it is."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.bytes = self.items = 0
 
     def __call__(self, value: object, depth: int = 0) -> object:
-        if depth > 50:
-            return {"__unexpected__": "nested more than 50 deep"}
-        if isinstance(value, torch.Tensor):
+        self.items += 1
+        if depth > MAX_DEPTH or self.items > MAX_ITEMS:
+            raise ValueError(f"the return value is nested more than {MAX_DEPTH} deep or has over {MAX_ITEMS:,} parts")
+        if isinstance(value, torch.Tensor) and _is_strided(value):
             self.bytes += value.numel() * value.element_size()
             if self.bytes > MAX_RESULT:
                 raise ValueError(f"the return value is larger than {MAX_RESULT // 2**20} MiB")
@@ -229,6 +242,12 @@ class _Plain:
         return {"__unexpected__": f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """Whether it holds its own numbers: not sparse, quantized or on "meta", and not a wrapper such as a DTensor."""
+    wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta or wrapper)
+
+
 def _save(value: object, path: Path) -> None:
     torch.save(_Plain()(value), path)
 
@@ -239,22 +258,24 @@ def _write_json(path: Path, value: dict) -> None:
 
 def _describe_error(error: BaseException, job: dict) -> dict:
     """Type, message and the student's part of the traceback."""
+    while error.__context__ is not None and isinstance(error, MemoryError):
+        error = error.__context__  # leaving the recorder ran out of memory once more: the first time tells more
     own = [
         f for f in traceback.extract_tb(error.__traceback__)
-        if f.filename.startswith(tuple(job["roots"])) and not ledger.is_library(f.filename)
+        if f.filename.startswith(tuple(job["roots"]) or "") and not ledger.is_library(f.filename)
     ]  # fmt: skip
     try:
         message = str(error)[:4000]
-    except Exception:
+    except BaseException:
         message = "(its message could not be printed)"
     described = {
         "type": type(error).__name__,
         "message": message,
-        "frames": [[Path(f.filename).name, f.lineno, f.name, (f.line or "").strip()[:160]] for f in own],
+        "frames": [[ledger.file_name(f.filename, f.name), f.lineno, (f.line or "").strip()[:160]] for f in own[-20:]],
         "forbidden": isinstance(error, ledger.Forbidden),
         "not_implemented": isinstance(error, NotImplementedError),
     }
     if isinstance(error, SyntaxError) and error.filename and error.filename.startswith(tuple(job["roots"])):
-        described["frames"] = [[Path(error.filename).name, error.lineno or 0, "", (error.text or "").strip()[:160]]]
-        described["message"] = error.msg
+        described["frames"] = [[Path(error.filename).name, error.lineno or 0, (error.text or "").strip()[:160]]]
+        described["message"] = str(error.msg)
     return described

@@ -5,19 +5,19 @@ arguments to the ranks; it reads back tensors and plain values (`torch.load(weig
 """
 
 import json
+import os
 import shutil
 import stat
-import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import cloudpickle
 import torch
 
-from autograder.lab import agent_client, ledger
+from autograder.lab import agent_client, ledger, travel
 from autograder.lab import rank as rank_files
 from autograder.lab.findings import Finding
 from autograder.lab.ledger import Event
@@ -90,7 +90,7 @@ class Run:
             seen = -1
             for e in self.of(rank):
                 seen += e.op == "case"
-                if seen == number and e.op not in ("case", "span"):
+                if seen == number and (e.is_message or e.is_collective):
                     chosen.append(e)
         return chosen
 
@@ -139,7 +139,7 @@ def run(
         roots: path prefixes of files whose lines are reported as the caller's; the student's folder is added.
         refuse: see `Only`.
         refused_names: full names of classes and functions that must not be called -> what to do instead.
-        check: raise `RunFailed` unless every rank returned.
+        check: raise `RunFailed` unless every rank returned and no call was refused.
 
     Raises:
         RunFailed: with status failed, not_implemented, forbidden, crashed, deadlock, timeout or infrastructure.
@@ -156,7 +156,7 @@ def run(
         for r in range(world_size):
             own = [a[r] if isinstance(a, PerRank) else a for a in args]
             sent = fn, own, refuse, dict(refused_names or {}), roots
-            (folder / rank_files.ARGS.format(r)).write_bytes(_pickle(sent, fn))
+            (folder / rank_files.ARGS.format(r)).write_bytes(travel.pack(sent, fn))
         job = {
             "folder": str(folder), "world_size": world_size, "backend": backend, "timeout": timeout, "stall": stall,
             "memory_limit": memory_limit if backend != "nccl" else None, "student": str(student) if student else None,
@@ -165,24 +165,12 @@ def run(
         verdict = _ask(job)
         result = _read(verdict, job, folder, time.monotonic() - begin)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     if check and result.outcome != "done":
         from autograder.lab import diagnosis
 
         raise RunFailed(*diagnosis.explain(result), result)
     return result
-
-
-def _pickle(value: object, fn: Callable) -> bytes:
-    """Pickle by value what `fn` refers to in its own module, so that a rank need not import a suite or a notebook."""
-    module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    if module is None or module.__name__ == "__main__" or module.__name__.startswith("autograder.lab"):
-        return cloudpickle.dumps(value)
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        return cloudpickle.dumps(value)
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _ask(job: dict) -> dict:
@@ -199,48 +187,85 @@ def _ask(job: dict) -> dict:
         if attempt == 0 and not (Path(job["folder"]) / rank_files.ARGS.format(0)).exists():
             break  # the ranks have taken their arguments: the run itself ended the agent
     n = job["world_size"]
+    untouched = (Path(job["folder"]) / rank_files.ARGS.format(0)).exists()
     return {
-        "outcome": "lost", "states": [0] * n, "exits": {}, "left": [], "output": [""] * n, "dropped": [0] * n,
+        "outcome": "no agent" if untouched else "lost", "states": [0] * n, "exits": {}, "left": [],
+        "output": [""] * n, "dropped": [0] * n,
     }  # fmt: skip
 
 
 def _read(verdict: dict, job: dict, folder: Path, duration: float) -> Run:
     """Collect the files of a job. They were written next to student code: size-capped, checked, never unpickled."""
     n = job["world_size"]
-    events, errors, values, stacks, left, notes = [], [], [], [], list(verdict["left"]), []
+    events, errors, values, stacks, left, notes = [], [], [None] * n, [], list(verdict["left"]), []
     outcome = verdict["outcome"]
     for r in range(n):
-        log = _read_file(folder / rank_files.LOG.format(r), MAX_LOG).decode(errors="replace")
-        if outcome != "done":
-            log = log[: log.rfind("\n") + 1]  # a killed rank may have been writing a line
         try:
+            log = _read_file(folder / rank_files.LOG.format(r), MAX_LOG).decode(errors="replace")
+            if outcome != "done":
+                log = log[: log.rfind("\n") + 1]  # a killed rank may have been writing a line
             events += ledger.read_log(log, r)
+            error, own_left = _read_outcome(folder / rank_files.OUTCOME.format(r))
+            errors.append(error)
+            left += [f"{item} of rank {r}" for item in own_left]
+            if outcome == "done":
+                values[r] = _read_result(folder / rank_files.RESULT.format(r))
         except ValueError as error:
-            outcome, notes = "tampered", [str(error)]
-        try:
-            told = json.loads(_read_file(folder / rank_files.OUTCOME.format(r), 2**20) or b"{}")
-            told = told if isinstance(told, dict) else {}
-        except ValueError:
-            told = {}
-        errors.append(told if "type" in told else {})
-        left += [f"{item} of rank {r}" for item in told.get("left", [])]
+            outcome = "tampered"
+            errors[r:] = [{}]
+            notes.append(f"rank {r}: {error}")
         stacks.append(_read_file(folder / rank_files.STACK.format(r), 2**16).decode(errors="replace"))
-        values.append(None)
-        if outcome == "done":
-            try:
-                path = folder / rank_files.RESULT.format(r)
-                if _is_plain_file(path, 2 * rank_files.MAX_RESULT):
-                    values[-1] = torch.load(path, weights_only=True, map_location="cpu")
-            except Exception as error:
-                outcome, notes = (
-                    "tampered",
-                    [f"the result of rank {r} cannot be read: {type(error).__name__}"],
-                )
+    if any(e.refused for e in events) and outcome in ("done", "failed", "crashed", "deadlock", "timeout"):
+        outcome = "forbidden"  # also where the code went on after the refusal
     return Run(
         n, outcome, values, events, verdict["output"], verdict["dropped"], verdict["states"], errors,
         {int(r): text for r, text in verdict["exits"].items()}, stacks, left, duration, job["timeout"], job["stall"],
         job["roots"], notes,
     )  # fmt: skip
+
+
+def _read_outcome(path: Path) -> tuple[dict, list[str]]:
+    """A rank's error, {} without one, and what it left behind. Raises ValueError where it is not what `rank` writes."""
+    try:
+        told = json.loads(_read_file(path, 2**20) or b"{}")
+        error = {}
+        if "type" in told:
+            frames = [(str(name), int(line), str(code)) for name, line, code in told["frames"]]
+            error = {"type": str(told["type"]), "message": str(told["message"]), "frames": frames}
+            error |= {key: told.get(key) is True for key in ("forbidden", "not_implemented")}
+        return error, [str(item) for item in told.get("left", [])]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{path.name} is not what a rank writes") from None
+
+
+def _read_result(path: Path) -> object:
+    """A rank's return value. Raises ValueError where it is not what `rank` writes."""
+    cap = rank_files.MAX_RESULT + 100 * rank_files.MAX_ITEMS
+    try:
+        if not _is_plain_file(path, cap):
+            raise ValueError("not a file of its size")
+        with zipfile.ZipFile(path) as archive:
+            if sum(item.file_size for item in archive.infolist()) > cap:
+                raise ValueError("too large")
+        value = torch.load(path, weights_only=True, map_location="cpu")
+        if not _is_plain(value):
+            raise ValueError("not plain")
+        return value
+    except Exception:  # whatever a reader of hostile bytes may raise
+        raise ValueError(f"{path.name} is not what a rank writes") from None
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is made of what ranks hand back, with tensors that are no larger than their bytes."""
+    if type(value) is torch.Tensor:
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            return False
+        return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(k) is str and _is_plain(v) for k, v in value.items())
+    return value is None or type(value) in (bool, int, float, str, torch.dtype)
 
 
 def _is_plain_file(path: Path, cap: int) -> bool:
@@ -252,4 +277,27 @@ def _is_plain_file(path: Path, cap: int) -> bool:
 
 
 def _read_file(path: Path, cap: int) -> bytes:
-    return path.read_bytes() if _is_plain_file(path, cap) else b""
+    """The bytes of a small regular file; none where there is no file.
+
+    Raises:
+        ValueError: there is something else, or it is larger than `cap`.
+    """
+    if not os.path.lexists(path):
+        return b""
+    if not _is_plain_file(path, cap):
+        raise ValueError(f"{path.name} is not what a rank writes")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _remove(folder: Path) -> None:
+    """Remove a job's folder, also where its permissions were taken away."""
+    if folder.is_dir() and not folder.is_symlink():
+        folder.chmod(0o700)
+        for parent, names, _ in os.walk(folder):
+            for path in (Path(parent, name) for name in names):
+                if not path.is_symlink():
+                    path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)

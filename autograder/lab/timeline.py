@@ -7,6 +7,7 @@ from autograder.lab import ledger, palette
 from autograder.lab.ledger import Event
 
 BAR = 0.8  # height of a bar in a lane of height 1
+DARK = {palette.KIND[kind] for kind in ("send", "compute", "error")}  # bars that are written on in white
 
 
 def _kind(event: Event) -> str:
@@ -34,8 +35,9 @@ def _lanes(events: list[Event]) -> dict[int, int]:
 def figure(events: list[Event], title: str = ""):
     """Draw a run: one row per rank, time from left to right.
 
-    A bar is an operation from its call to its end; its grey part is the time in which the rank only waited for it. A
-    line joins a message's sending to its arrival. Green bars are spans of computation.
+    A bar is an operation from its call to its end; its grey part is the time in which the rank only waited for it. One
+    that never ended goes on to the edge. A line joins a message's sending to its arrival. Green bars are spans of
+    computation.
 
     Args:
         events: of one `Run` (`run.events`).
@@ -47,7 +49,7 @@ def figure(events: list[Event], title: str = ""):
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    shown = [e for e in events if e.op != "case"]
+    shown = [e for e in events if e.op not in ("case", "new_group")]
     ranks = sorted({e.rank for e in shown}) or [0]
     zero = min((e.start for e in shown), default=0.0)
     ms = lambda t: (t - zero) * 1e3  # noqa: E731
@@ -65,7 +67,7 @@ def figure(events: list[Event], title: str = ""):
     width = max((ms(_finish(e)) for e in shown), default=1.0) or 1.0
     for e in shown:
         lane, color = place[e.rank, e.index], palette.KIND["error" if e.is_open else _kind(e)]
-        length = max(ms(_finish(e)) - ms(e.start), width / 200)
+        length = 1.02 * width - ms(e.start) if e.is_open else max(ms(_finish(e)) - ms(e.start), width / 200)
         axes.broken_barh([(ms(e.start), length)], (lane, BAR), color=color, linewidth=0)
         if e.wait is not None and e.done is not None:
             axes.broken_barh(
@@ -73,16 +75,17 @@ def figure(events: list[Event], title: str = ""):
             )
             axes.broken_barh([(ms(e.start), length)], (lane, BAR), facecolor="none", edgecolor=color, linewidth=0.8)
         if length > width / 14:
-            text = e.api if e.op == "span" else str(e)
+            # On the bar's longer part, the coloured or the grey.
+            left, right, ink = ms(e.start), ms(e.start) + length, "white" if color in DARK else palette.INK
+            if e.wait is not None and e.done is not None:
+                if ms(e.wait) - left < ms(e.done) - ms(e.wait):
+                    left, right, ink = ms(e.wait), ms(e.done), palette.INK
+                else:
+                    right = ms(e.wait)
             axes.text(
-                ms(e.start) + length / 2,
-                lane + BAR / 2,
-                text,
-                ha="center",
-                va="center",
-                fontsize=8,
-                clip_on=True,
-            )
+                (left + right) / 2, lane + BAR / 2, e.api if e.op == "span" else str(e),
+                color=ink, ha="center", va="center", fontsize=8, clip_on=True,
+            )  # fmt: skip
     for send, recv in ledger.match_messages(shown)[0]:
         tail, head = (send.rank, send.index), (recv.rank, recv.index)
         axes.plot(
@@ -128,7 +131,7 @@ def perfetto(events: list[Event]) -> dict:
     out = []
     by_rank: dict[int, list[Event]] = defaultdict(list)
     for e in events:
-        if e.op != "case":
+        if e.op not in ("case", "new_group"):
             by_rank[e.rank].append(e)
     lanes = {rank: _lanes(mine) for rank, mine in by_rank.items()}
     for rank, mine in by_rank.items():

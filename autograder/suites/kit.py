@@ -4,7 +4,8 @@ A suite is a pytest file with a `MODULE` and functions marked with `check`. Each
 runs a function on ranks with the student's file loaded there, and compares what comes back here, in the driver.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -82,10 +83,11 @@ def fail(
     case: str | None = None,
     line: Event | str | None = None,
     perhaps: str | None = None,
+    status: str = "failed",
 ) -> None:
     """End a check: say what was expected and found, on which line of the student's, and the likely misconception."""
     if isinstance(line, Event):
-        line = f"{line.where}   {line.code}" if line.where else None
+        line = line.line
     facts = [
         ("case", case),
         ("expected", expected),
@@ -93,10 +95,21 @@ def fail(
         ("your line", line),
         ("perhaps", perhaps),
     ]
-    raise CheckFailed("failed", "", [(label, text) for label, text in facts if text])
+    raise CheckFailed(status, "", [(label, text) for label, text in facts if text])
 
 
 # --------------------------------------------------------------------------------------------------------- values
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as ranks do: on small tensors several only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -142,33 +155,43 @@ def difference(found: object, expect: Expect) -> tuple[str, str] | None:
     wrong = (got != ref) if exact else ~((got - ref).abs() <= expect.tolerance)
     if not bool(wrong.any()):
         return None
-    if wanted.numel() <= 8 and _numbers(ref) != _numbers(got):
-        return _numbers(ref), _numbers(got)
+    if wanted.numel() <= 8:
+        digits = 6 if _numbers(ref) != _numbers(got) else 17
+        return _numbers(ref, digits), _numbers(got, digits)
     at = tuple(int(i) for i in wrong.nonzero()[0])
     where = at[0] if len(at) == 1 else at
-    digits = 6 if _number(ref[at]) != _number(got[at]) else 17
+    digits = 9 if _number(ref[at]) != _number(got[at]) else 17
     return (
         f"{_number(ref[at], digits)} at element {where}",
         f"{_number(got[at], digits)} ({int(wrong.sum())} of {wanted.numel()} elements are wrong)",
     )
 
 
+KINDS = {str: "text", int: "an int", float: "a float", bool: "a bool", list: "a tuple or list", dict: "a dict"}
+
+
 def _what(value: object) -> str:
     if value is None:
         return "None"
     if isinstance(value, dict) and "__unexpected__" in value:
-        return f"a {value['__unexpected__']}"
-    if type(value) is float:
+        return f"an object of {value['__unexpected__']}"
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"a tensor of shape {list(value.shape)}"
+    if type(value) in (int, float):
         return f"{value:.9g}"
-    return f"{type(value).__name__} {repr(value)[:60]}"
+    text = repr(value)
+    kind = KINDS.get(type(value), type(value).__name__)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
 
-def _number(value: torch.Tensor, digits: int = 6) -> str:
+def _number(value: torch.Tensor, digits: int = 9) -> str:
     return f"{value.item():.{digits}g}" if value.dtype.is_floating_point else str(value.item())
 
 
-def _numbers(tensor: torch.Tensor) -> str:
-    return "[" + ", ".join(_number(v) for v in tensor.flatten()) + "]" if tensor.ndim <= 1 else str(tensor.tolist())
+def _numbers(tensor: torch.Tensor, digits: int = 6) -> str:
+    if tensor.ndim > 1:
+        return str(tensor.tolist())
+    return "[" + ", ".join(_number(v, digits) for v in tensor.flatten()) + "]"
 
 
 # -------------------------------------------------------------------------------------------------------- traffic
@@ -176,6 +199,14 @@ def _numbers(tensor: torch.Tensor) -> str:
 
 def expect_nothing_left(run: Run) -> None:
     """Every operation was waited for, and no thread or process was left running."""
+    for event in run.events:
+        if event.changed:
+            fail(
+                expected="a tensor keeps its values until its isend has been waited for",
+                found=f"rank {event.rank} changed what it was sending ({event})",
+                line=event,
+                perhaps="wait for the isend first, or send a copy (clone) of what changes meanwhile",
+            )
     for event in run.unwaited():
         fail(
             expected="everything that was started is waited for",
@@ -200,7 +231,7 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
     """(expected, found) in words where a number, a tuple of numbers or a "ValueError" is not as wanted."""
     if isinstance(wanted, tuple):
         if not isinstance(found, list) or len(found) != len(wanted):
-            return f"{len(wanted)} numbers", _what(found)
+            return f"a tuple of {len(wanted)} numbers", _what(found)
         for f, w in zip(found, wanted, strict=True):
             if numbers_agree(f, w, rtol):
                 return ", ".join(f"{x:.9g}" for x in wanted), ", ".join(_what(x) for x in found)
@@ -210,7 +241,7 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
     if wanted == "ValueError":
         return None if found == "ValueError" else ("a ValueError", _what(found))
     if isinstance(found, bool) or not isinstance(found, int | float):
-        return f"{wanted:.9g}", "a ValueError" if found == "ValueError" else _what(found)
+        return f"the number {wanted:.9g}", "a ValueError" if found == "ValueError" else _what(found)
     if abs(found - wanted) <= rtol * abs(wanted):
         return None
     return f"{wanted:.9g}", f"{found:.9g}"

@@ -1,25 +1,15 @@
 """The public checks of module 01: collectives built from messages between two ranks."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from autograder.lab import ledger
-from autograder.lab.ranks import PerRank, Run
-from autograder.suites.kit import (
-    P2P_ONLY,
-    Expect,
-    Module,
-    Problem,
-    check,
-    difference,
-    expect_nothing_left,
-    fail,
-    messages,
-    numbers_agree,
-)
+from autograder.lab.ranks import Run
+from autograder.suites.collective_calls import ANY_SHAPE, CALLS, SHAPES, WORLD_SIZES, Call, Draw, make
+from autograder.suites.kit import P2P_ONLY, Module, Problem, check, fail, messages, numbers_agree
 
 MODULE = Module(
     "01_collectives",
@@ -39,270 +29,6 @@ MODULE = Module(
     refuse=P2P_ONLY,
 )
 
-# ------------------------------------------------------------------------------------------------ cases and calls
-
-# What every values check runs through: dtype and shape of one rank's tensor (of one chunk, where there are chunks).
-SHAPES = [
-    (torch.float32, (4,)),
-    (torch.float64, (7,)),
-    (torch.bfloat16, (3, 5)),
-    (torch.int64, (1,)),
-    (torch.float32, (0,)),
-    (torch.float32, (2, 3, 2)),
-]
-WORLD_SIZES = (2, 3, 4, 5, 1)
-
-
-@dataclass
-class Call:
-    """One call of a collective on p ranks: what each rank passes, and what its arguments must hold afterwards.
-
-    Args:
-        name: shown in messages.
-        arguments: item r is the list of positional arguments of rank r, without the group.
-        expect: item r goes with them: an `Expect`, a list of `Expect`s for a list of tensors, or None.
-        kept: positions of arguments that are only read, on every rank.
-    """
-
-    name: str
-    arguments: list[list]
-    expect: list[list]
-    kept: set[int] = field(default_factory=set)
-
-
-def run_calls(context, function: str, names: list[str], calls: list[list], members: list[int] | None) -> list:
-    """On a rank: make the calls one after the other, and hand back the arguments as they are afterwards."""
-    group = context.group(members) if members else None
-    after = []
-    for name, arguments in zip(names, calls, strict=True):
-        if arguments is None:  # this rank is outside the group
-            after.append(None)
-            continue
-        context.case(name)
-        returned = getattr(context.student, function)(*arguments, group)
-        after.append([returned, *arguments])
-    return after
-
-
-class Draw:
-    """Random tensors of one dtype, shape and layout."""
-
-    def __init__(self, rng: torch.Generator, dtype: torch.dtype, shape: tuple[int, ...], layout: str = "") -> None:
-        self.rng, self.dtype, self.shape, self.layout = rng, dtype, shape, layout
-
-    def __call__(self, rows: int = 1, length: int | None = None) -> torch.Tensor:
-        """One tensor; with `rows`, that many times as long in the first dimension; with `length`, exactly so long."""
-        shape = (self.shape[0] * rows if length is None else length, *self.shape[1:])
-        if self.dtype.is_floating_point and len(shape) == 1:  # short and easy to read in a message
-            values = torch.randint(-9, 10, shape, generator=self.rng).to(self.dtype)
-        elif self.dtype.is_floating_point:
-            values = torch.randn(shape, generator=self.rng, dtype=torch.float64).to(self.dtype)
-        else:
-            values = torch.randint(-100, 100, shape, generator=self.rng).to(self.dtype)
-        if self.layout == "strided":
-            return torch.stack([values, torch.zeros_like(values)], dim=-1)[..., 0]
-        if self.layout == "transposed":
-            return values.transpose(0, -1).contiguous().transpose(0, -1)
-        return values
-
-    def __str__(self) -> str:
-        text = f"{str(self.dtype).removeprefix('torch.')} of shape {list(self.shape)}"
-        return f"{text}, {self.layout} (not contiguous)" if self.layout else text
-
-
-def as_is(tensor: torch.Tensor) -> Expect:
-    """The values that a tensor has now, exactly."""
-    return Expect(tensor.clone(), tensor.dtype, terms=0)
-
-
-def total(tensors: list[torch.Tensor]) -> Expect:
-    """The sum of tensors, computed in float64 (int64 for integers), with the rounding that any order may have."""
-    wide = [t.double() if t.dtype.is_floating_point else t for t in tensors]
-    magnitude = float(sum(t.abs() for t in wide).max()) if wide[0].numel() else 0.0
-    return Expect(sum(wide), tensors[0].dtype, terms=len(tensors), magnitude=magnitude)
-
-
-def rows(expect: Expect, first: int, count: int) -> Expect:
-    return Expect(expect.values[first : first + count], expect.dtype, expect.terms, expect.magnitude)
-
-
-def broadcast_call(draw: Draw, members: list[int], root: int) -> Call:
-    tensors = [draw() for _ in members]
-    return Call(
-        f"{draw}, src={members[root]}",
-        [[t, members[root]] for t in tensors],
-        [[as_is(tensors[root]), None] for _ in members],
-    )
-
-
-def scatter_call(draw: Draw, members: list[int], root: int) -> Call:
-    chunks = [draw() for _ in members]
-    arguments = [[draw(), None, members[root]] for _ in members]
-    expect = [[as_is(chunk), None, None] for chunk in chunks]
-    arguments[root][1], expect[root][1] = chunks, [as_is(c) for c in chunks]
-    return Call(f"{draw}, src={members[root]}", arguments, expect, kept={1})
-
-
-def gather_call(draw: Draw, members: list[int], root: int) -> Call:
-    chunks = [draw() for _ in members]
-    arguments = [[chunk, None, members[root]] for chunk in chunks]
-    expect = [[as_is(chunk), None, None] for chunk in chunks]
-    arguments[root][1], expect[root][1] = [draw() for _ in members], [as_is(c) for c in chunks]
-    return Call(f"{draw}, dst={members[root]}", arguments, expect, kept={0})
-
-
-def reduce_call(draw: Draw, members: list[int], root: int) -> Call:
-    tensors = [draw() for _ in members]
-    expect = [[as_is(t), None] for t in tensors]
-    expect[root][0] = total(tensors)
-    return Call(f"{draw}, dst={members[root]}", [[t, members[root]] for t in tensors], expect)
-
-
-def all_gather_call(draw: Draw, members: list[int], root: int) -> Call:
-    chunks = [draw() for _ in members]
-    whole = Expect(torch.cat(chunks), draw.dtype, terms=0)
-    return Call(str(draw), [[draw(len(members)), c] for c in chunks], [[whole, as_is(c)] for c in chunks], kept={1})
-
-
-def reduce_scatter_call(draw: Draw, members: list[int], root: int) -> Call:
-    summands = [draw(len(members)) for _ in members]
-    whole, m = total(summands), draw.shape[0]
-    expect = [[rows(whole, r * m, m), as_is(s)] for r, s in enumerate(summands)]
-    return Call(str(draw), [[draw(), s] for s in summands], expect, kept={1})
-
-
-def all_reduce_call(draw: Draw, members: list[int], root: int) -> Call:
-    tensors = [draw() for _ in members]
-    return Call(str(draw), [[t] for t in tensors], [[total(tensors)] for _ in members])
-
-
-def all_to_all_call(draw: Draw, members: list[int], root: int) -> Call:
-    """Tensor lengths differ from pair to pair; about a quarter are empty."""
-    p = len(members)
-    lengths = torch.randint(-1, 4, (p, p), generator=draw.rng).clamp(min=0) * min(draw.shape[0], 1)
-    table = [[draw(length=int(lengths[i, j])) for j in range(p)] for i in range(p)]
-    arguments = [[[draw(length=int(lengths[i, r])) for i in range(p)], table[r]] for r in range(p)]
-    expect = [[[as_is(table[i][r]) for i in range(p)], [as_is(t) for t in table[r]]] for r in range(p)]
-    name = f"{draw.dtype}"[6:] + f", lengths {lengths.tolist()}" + (f", {draw.layout}" if draw.layout else "")
-    return Call(name, arguments, expect, kept={1})
-
-
-CALLS: dict[str, Callable[[Draw, list[int], int], Call]] = {
-    "broadcast": broadcast_call,
-    "scatter": scatter_call,
-    "gather": gather_call,
-    "reduce": reduce_call,
-    "ring_all_gather": all_gather_call,
-    "ring_reduce_scatter": reduce_scatter_call,
-    "ring_all_reduce": all_reduce_call,
-    "all_to_all": all_to_all_call,
-    "recursive_doubling_all_reduce": all_reduce_call,
-}
-
-
-def make(ranks: Callable, function: str, calls: list[Call], world_size: int, members: list[int] | None = None) -> Run:
-    """Run the calls on ranks, compare what every argument holds afterwards, and hand back the run for more."""
-    places = members or list(range(world_size))
-    inputs = [[call.arguments[places.index(r)] if r in places else None for call in calls] for r in range(world_size)]
-    before = [[_flat(call.arguments[i]) for call in calls] for i in range(len(places))]
-    before = [[[t.clone() for t in flat] for flat in mine] for mine in before]
-    run = ranks(run_calls, world_size, function, [c.name for c in calls], PerRank(inputs), members)
-    expect_nothing_left(run)
-    for number, call in enumerate(calls):
-        for i, rank in enumerate(places):
-            compare(function, call, number, rank, i, run, before[i][number], ranks.definition(function))
-    return run
-
-
-def _flat(arguments: list) -> list[torch.Tensor]:
-    found = []
-    for a in arguments:
-        found += a if isinstance(a, list) else [a] if isinstance(a, torch.Tensor) else []
-    return found
-
-
-def compare(function: str, call: Call, number: int, rank: int, i: int, run: Run, before: list, definition: str) -> None:
-    """One rank's arguments after one call, against what they must be."""
-    returned, *after = run.values[rank][number]
-    where = f"on rank {rank}"
-    if returned is not None and not (isinstance(returned, torch.Tensor) and returned.numel() == 0):
-        what = "a tensor" if isinstance(returned, torch.Tensor) else f"a {type(returned).__name__}"
-        fail(
-            case=call.name,
-            expected="the result in the tensors that were passed, and nothing returned",
-            found=f"{what} returned {where}",
-            perhaps="the result is in a new tensor; copy it into the one that was passed",
-        )
-    names = ARGUMENT_NAMES[function]
-    at = 0  # position in `before`, which holds all tensors of the arguments one after the other
-    for position, expect in enumerate(call.expect[i]):
-        several = isinstance(expect, list)
-        for k, one in enumerate(expect if several else [expect]):
-            if one is None:
-                continue
-            found = after[position][k] if several else after[position]
-            wrong = difference(found, one)
-            if wrong:
-                label = f"{names[position]}[{k}]" if several else names[position]
-                events = [e for e in run.in_case(number) if e.rank == rank]
-                fail(
-                    case=call.name,
-                    expected=f"{label} {where}: {wrong[0]}",
-                    found=wrong[1],
-                    line=events[-1] if events else definition,
-                    perhaps=misconception(function, call, position, one, found, before[at], run, rank),
-                )
-            at += 1
-
-
-ARGUMENT_NAMES = {
-    "broadcast": ["tensor", "src"],
-    "scatter": ["tensor", "scatter_list", "src"],
-    "gather": ["tensor", "gather_list", "dst"],
-    "reduce": ["tensor", "dst"],
-    "ring_all_gather": ["output", "tensor"],
-    "ring_reduce_scatter": ["output", "tensor"],
-    "ring_all_reduce": ["tensor"],
-    "all_to_all": ["outputs", "inputs"],
-    "recursive_doubling_all_reduce": ["tensor"],
-}
-SUMS = ("reduce", "ring_reduce_scatter", "ring_all_reduce", "recursive_doubling_all_reduce")
-
-
-def misconception(
-    function: str,
-    call: Call,
-    position: int,
-    expect: Expect,
-    found: object,
-    before: torch.Tensor,
-    run: Run,
-    rank: int,
-) -> str | None:
-    """What a student may have thought, from how a value is wrong."""
-    if not isinstance(found, torch.Tensor) or found.shape != before.shape or found.dtype != before.dtype:
-        return None
-    unchanged = bool(torch.equal(found, before))
-    if (expect.terms == 0 and position in call.kept) or (function == "reduce" and expect.terms == 0):
-        return "this tensor is only read; add up in a copy of it"
-    if unchanged and "not contiguous" in call.name:
-        return "the values arrived in a contiguous copy, which was not copied back into the tensor that was passed"
-    if unchanged:
-        return (
-            "nothing was put into the tensor: assigning to the name only makes it mean another tensor; use copy_ or +="
-        )
-    if function in SUMS and expect.values.numel() and found.dtype.is_floating_point:
-        ratio = found.double().flatten()[0] / expect.values.double().flatten()[0]
-        for whole in (2, 3, 4, run.world_size, 1 / run.world_size):
-            if whole != 1 and abs(ratio - whole) < 1e-3:
-                happened = "something was added more than once" if whole > 1 else "a sum is asked for, not an average"
-                return f"it is {whole:g} times the sum: {happened}"
-        return "a summand is missing or was added twice; was a receive buffer used again before it was read?"
-    if function == "ring_all_gather":
-        return "which chunk arrives in which step? in step s, rank r receives the chunk of rank r - s - 1"
-    return None
-
-
 # ------------------------------------------------------------------------------------- what all collectives are asked
 
 
@@ -310,9 +36,10 @@ def expect_values(ranks: Callable, rng: torch.Generator, function: str) -> None:
     """Right on 1 to 5 ranks, in several dtypes and shapes, from every root."""
     for p in WORLD_SIZES:
         members = list(range(p))
+        shapes = SHAPES + [(torch.float64, ())] * (function in ANY_SHAPE)
         calls = [
             CALLS[function](Draw(rng, dtype, shape), members, (p - 1 + i) % p)
-            for i, (dtype, shape) in enumerate(SHAPES)
+            for i, (dtype, shape) in enumerate(shapes)
         ]
         make(ranks, function, calls, p)
 
@@ -429,24 +156,26 @@ def test_gather_traffic(ranks, rng):
     expect_sends(run, call, {(r, 2): [6] for r in (0, 1, 3)}, "each rank sends its tensor to dst")
 
 
-def expect_sends(run: Run, call: Call, wanted: dict[tuple[int, int], list[int]], rule: str) -> None:
-    """Exactly these messages: (from, to) -> elements of each message."""
+def expect_sends(run: Run, call: Call, wanted: dict[tuple[int, int], int | list[int]], rule: str) -> None:
+    """Exactly this traffic: (from, to) -> elements in all, or a list with the elements of each message."""
     found: dict[tuple[int, int], list] = {}
     for rank in range(run.world_size):
         for e in messages(run.events, rank):
             found.setdefault((e.rank, e.peer), []).append(e)
     for pair in wanted.keys() | found.keys():
-        sizes = [e.numel for e in found.get(pair, [])]
-        if sizes != wanted.get(pair, []):
+        asked, sizes = wanted.get(pair, []), [e.numel for e in found.get(pair, [])]
+        if (sizes if isinstance(asked, list) else sum(sizes)) != asked:
             fail(
                 case=call.name,
-                expected=f"{_sizes(wanted.get(pair, []))} from rank {pair[0]} to rank {pair[1]}: {rule}",
+                expected=f"{_sizes(asked)} from rank {pair[0]} to rank {pair[1]}: {rule}",
                 found=_sizes(sizes),
                 line=found[pair][-1] if pair in found else None,
             )
 
 
-def _sizes(sizes: list[int]) -> str:
+def _sizes(sizes: int | list[int]) -> str:
+    if isinstance(sizes, int):
+        return f"{sizes} elements"
     if not sizes:
         return "no message"
     return f"{len(sizes)} message{'s' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} elements"
@@ -470,7 +199,7 @@ def test_reduce_subgroup(ranks, rng):
     expect_subgroup(ranks, rng, "reduce")
 
 
-@check("reduce", "dst receives at most log2 p messages", weight=3)
+@check("reduce", "dst receives at most log2 p tensors", weight=3)
 def test_reduce_traffic(ranks, rng):
     for p, root in ((4, 1), (5, 0)):
         run, call = one_call(ranks, rng, "reduce", p, (6,), root)
@@ -589,21 +318,25 @@ def test_ring_all_reduce_subgroup(ranks, rng):
     weight=6,
 )
 def test_ring_all_reduce_traffic(ranks, rng):
-    for p, n in ((4, 1000), (5, 1003)):
-        run, call = one_call(ranks, rng, "ring_all_reduce", p, (n,))
+    for p, shape in ((4, (1000,)), (4, (3, 500)), (5, (1003,))):
+        run, call = one_call(ranks, rng, "ring_all_reduce", p, shape)
         expect_ring(run, call)
+        n = math.prod(shape)
+        padding = p - 1 if n % p else 0  # elements a step
         for rank in range(p):
-            sent, limit = run.sent(rank), 2 * (p - 1) * (4 * n / p + 4 * (p - 1))
+            sent, limit = run.sent(rank), 2 * (p - 1) * 4 * (n / p + padding)
             if sent > limit:
                 biggest = max(messages(run.events, rank), key=lambda e: e.nbytes)
+                whole = biggest.numel == n
                 fail(
                     case=call.name,
                     expected=f"rank {rank} sends about 2(p-1)/p · {4 * n} = {8 * n * (p - 1) / p:.0f} bytes (p = {p})",
-                    found=f"{sent} bytes, {sent / (4 * n):.2f} times the tensor",
+                    found=f"{sent} bytes, {sent / (4 * n):.2f} times the tensor; the largest message has "
+                    f"{biggest.numel} of {n} elements",
                     line=biggest,
                     perhaps="the whole tensor travels in every step; cut it into p chunks and send one a step"
-                    if biggest.numel == n
-                    else "after the sums are complete, each chunk needs to be passed on p-1 times, no more",
+                    if whole
+                    else "p chunks of all elements together, not of rows; each travels p-1 times, and p-1 times again",
                 )
 
 
@@ -630,12 +363,12 @@ def test_all_to_all_traffic(ranks, rng):
     for p in (4, 3):
         run, call = one_call(ranks, rng, "all_to_all", p, (4,))
         wanted = {
-            (i, j): [call.arguments[i][1][j].numel()]
+            (i, j): call.arguments[i][1][j].numel()
             for i in range(p)
             for j in range(p)
             if i != j and call.arguments[i][1][j].numel()
         }
-        expect_sends(run, call, wanted, "inputs[j] of rank i goes to rank j")
+        expect_sends(run, call, wanted, "inputs[j] of rank i goes to rank j, in as many messages as you like")
 
 
 # -------------------------------------------------------------------------------------------- recursive doubling
@@ -664,26 +397,36 @@ def test_recursive_doubling_subgroup(ranks, rng):
 def test_recursive_doubling_rounds(ranks, rng):
     for p in (8, 5):
         run, call = one_call(ranks, rng, "recursive_doubling_all_reduce", p, (6,))
-        expect_rounds(
-            run,
-            call,
-            p.bit_length() - 1 + 2,
-            "in each round, exchange with one partner only, twice as far as before",
+        levels = p.bit_length() - 1
+        for rank in range(p):
+            sent = messages(run.events, rank)
+            if sum(e.numel for e in sent) > 6 * (levels + 1):
+                fail(
+                    case=call.name,
+                    expected=f"rank {rank} sends at most {levels + 1} tensors: one a round",
+                    found=f"{sum(e.numel for e in sent) / 6:g} tensors in {len(sent)} messages",
+                    line=sent[-1],
+                    perhaps="add up what arrives and pass on the sum, not all that was gathered",
+                )
+        advice = (
+            "in each round, exchange with one partner, twice as far as before, and in both directions at once: start "
+            "isend and irecv, then wait; a reduce followed by a broadcast takes twice the rounds"
         )
+        expect_rounds(run, call, levels + 2, advice)
 
 
 # ---------------------------------------------------------------------------------------------------- accounting
 
 
 def call_plain(context, function: str, argument_lists: list[list]) -> list:
-    """On a rank: call a function without communication; a ValueError becomes text."""
+    """On a rank: call a function without communication; an error about its values becomes text."""
     results = []
     for arguments in argument_lists:
         context.case(f"{function}({', '.join(map(repr, arguments))})")
         try:
             results.append(getattr(context.student, function)(*arguments))
-        except ValueError:
-            results.append("ValueError")
+        except (ValueError, LookupError, ArithmeticError) as error:  # the check knows which was asked for
+            results.append(type(error).__name__)
     return results
 
 
@@ -695,11 +438,14 @@ def expect_numbers(
     for (arguments, wanted), found in zip(table, run.values[0], strict=True):
         wrong = numbers_agree(found, wanted)
         if wrong:
-            hint = next((h for key, h in (perhaps or {}).items() if key in map(str, arguments)), None)
+            hint = "the function ends without a `return`" if found is None else None
+            if isinstance(found, int | float):
+                hint = next((h for key, h in (perhaps or {}).items() if key in map(str, arguments)), None)
             fail(
                 case=f"{function}({', '.join(map(repr, arguments))})",
                 expected=wrong[0],
                 found=wrong[1],
+                line=ranks.definition(function),
                 perhaps=hint,
             )
 
@@ -718,7 +464,8 @@ def test_accounting_bytes_sent(ranks, rng):
             "all_to_all": s * (p - 1) / p, "scatter": s * (p - 1) / p, "broadcast": s, "reduce": s, "gather": s / p,
         }  # fmt: skip
         table += [([op, s, p], wanted if p > 1 else 0) for op, wanted in shares.items()]
-    table.append((["all_reduced", 8, 2], "ValueError"))
+    table += [(["all_reduce", 10, 3], 2 * 10 * 2 / 3), (["all_reduced", 8, 2], "ValueError")]
+    table.append((["all_reduced", 8, 1], "ValueError"))
     hints = {
         "all_reduce": "a reduce-scatter and an all-gather, each (p-1)/p of the tensor",
         "all_gather": "nbytes is the full tensor, not one rank's shard",
@@ -734,6 +481,7 @@ def test_accounting_effective_bandwidth(ranks, rng):
     table += [(["reduce_scatter", 4 * s, p, t], 4 * s * 3 / 4 / t) for t in (2.61e-3, 2.47e-3, 2.39e-3)]
     n, q = draw_int(rng, 1, 10**9), draw_int(rng, 2, 64)
     table.append((["all_gather", n, q, 0.01], n * (q - 1) / q / 0.01))
+    table.append((["all_reduced", 8, 2, 0.01], "ValueError"))
     hints = {"reduce_scatter": "the factor 2 of an all-reduce comes from its two halves; a reduce-scatter is one half"}
     expect_numbers(ranks, "effective_bandwidth", table, hints)
 
@@ -750,7 +498,8 @@ def test_accounting_collective_time(ranks, rng):
         growing = levels * alpha + (p - 1) / p * s / bandwidth
         rows = [
             ("ring", "all_reduce", 2 * (p - 1) * chunk), ("ring", "all_gather", (p - 1) * chunk),
-            ("ring", "reduce_scatter", (p - 1) * chunk), ("tree", "broadcast", levels * whole),
+            ("ring", "reduce_scatter", (p - 1) * chunk), ("ring", "broadcast", (p - 1) * whole),
+            ("ring", "reduce", (p - 1) * whole), ("tree", "broadcast", levels * whole),
             ("tree", "reduce", levels * whole), ("tree", "all_reduce", 2 * levels * whole),
             ("recursive_doubling", "all_reduce", (levels + fold) * whole),
             ("recursive_doubling", "all_gather", growing), ("recursive_doubling", "reduce_scatter", growing),
@@ -759,6 +508,7 @@ def test_accounting_collective_time(ranks, rng):
     table += [
         (["all_reduce", 8, 4, alpha, bandwidth, "star"], "ValueError"),
         (["all_reduced", 8, 4, alpha, bandwidth, "ring"], "ValueError"),
+        (["broadcast", 8, 4, alpha, bandwidth, "recursive_doubling"], "ValueError"),
     ]
     hints = {"ring": "each step of a ring pays alpha once and moves nbytes / p"}
     expect_numbers(ranks, "collective_time", table, hints)
@@ -774,5 +524,5 @@ def test_accounting_fit(ranks, rng):
         seconds = [(alpha + s / bandwidth) * float(e) for s, e in zip(sizes, errors, strict=True)]
         slope, level = np.polyfit(sizes, seconds, 1)
         table.append(([sizes, seconds], (float(level), float(1 / slope))))
-    table.append(([[1000.0, 1000.0], [1e-6, 2e-6]], "ValueError"))
+    table += [(([[1000.0, 1000.0], [1e-6, 2e-6]]), "ValueError"), (([[1000.0], [1e-6]]), "ValueError")]
     expect_numbers(ranks, "fit_alpha_beta", table)
