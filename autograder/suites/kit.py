@@ -160,9 +160,10 @@ def difference(found: object, expect: Expect) -> tuple[str, str] | None:
         return _numbers(ref, digits), _numbers(got, digits)
     at = tuple(int(i) for i in wrong.nonzero()[0])
     where = at[0] if len(at) == 1 else at
+    digits = 9 if _number(ref[at]) != _number(got[at]) else 17
     return (
-        f"{_number(ref[at])} at element {where}",
-        f"{_number(got[at])} ({int(wrong.sum())} of {wanted.numel()} elements are wrong)",
+        f"{_number(ref[at], digits)} at element {where}",
+        f"{_number(got[at], digits)} ({int(wrong.sum())} of {wanted.numel()} elements are wrong)",
     )
 
 
