@@ -4,7 +4,6 @@ Two kinds of work, on 4 ranks: a check of module 01 in kind (rings of small mess
 all-reduce for each parameter.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 

@@ -1,5 +1,6 @@
 """Instruments: run ranks, record what they did, draw it and price it.
 
-Reading order: `ranks` (start here: `run`), `agent` and `rank` (the processes behind it), `travel` (how a function
-gets there), `ledger` (what a rank did), `diagnosis` (why a run failed, in words), `timeline` and `costs`, and `magic` for notebooks.
+Reading order: `ranks` (start here: `run`), `agent` and `rank` (the processes behind it), `travel` (how a function gets
+there), `ledger` (what a rank did), `diagnosis` (why a run failed, in words), `timeline` and `costs`, and `magic` for
+notebooks.
 """

@@ -72,7 +72,7 @@ class RankContext:
         try:
             yield
         finally:
-            self._recorder.log.write("done", index, self._recorder.log.now())
+            self._recorder.log.moment("done", index)
 
     def group(self, ranks: list[int]) -> dist.ProcessGroup | None:
         """A subgroup of these global ranks. Every rank calls it; a rank outside gets None."""
