@@ -73,7 +73,7 @@ class RankContext:
         try:
             yield
         finally:
-            self._recorder.log.write("done", index, self._recorder.log.now())
+            self._recorder.log.moment("done", index)
 
     def mark(self, text: str) -> None:
         """Mark a moment in the order of events, such as "the gradient of x is computed"."""
