@@ -1107,15 +1107,22 @@ def test_train_losses(ranks, rng):
     wanted = wanted_run(weights, tokens, settings)
     line = ranks.definition("train")
     expect_losses(found["losses"], settings, line)
-    if found["batches"] != wanted["batches"]:
-        step = next(
-            (s for s, (a, b) in enumerate(zip(found["batches"], wanted["batches"], strict=False)) if a != b),
-            min(len(found["batches"]), settings["steps"]),
+    calls = len(found["batches"])
+    if calls != settings["steps"]:
+        fail(
+            case=settings_case(settings),
+            expected=f"one call of model.loss in each step, {settings['steps']} in all",
+            found=f"{calls} calls",
+            line=line,
+            perhaps="the loss of a step is that of its batch before the weights are updated",
         )
+    pairs = zip(found["batches"], wanted["batches"], strict=True)
+    step = next((s for s, (a, b) in enumerate(pairs) if a != b), None)
+    if step is not None:
         fail(
             case=settings_case(settings),
             expected=f"step {step} on the batch number {step} after seed_everything({settings['seed']})",
-            found=f"another batch; the model was called {len(found['batches'])} times",
+            found="another batch",
             line=line,
             perhaps="seed once, before the first step, and draw nothing but one batch in each step",
         )
