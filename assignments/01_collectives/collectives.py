@@ -102,7 +102,7 @@ def gather(tensor: Tensor, gather_list: list[Tensor] | None, dst: int, group: di
 def reduce(tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None) -> None:
     """Leave the sum of all ranks' tensors on rank `dst`.
 
-    Asked beyond the values: `dst` receives at most ⌈log2 p⌉ messages, so most additions happen on other
+    Asked beyond the values: `dst` receives at most ⌈log2 p⌉ tensors, so most additions happen on other
     ranks. The tree is yours to choose, a chain too. The tensors of the other ranks are unchanged at the
     end.
 
