@@ -23,6 +23,7 @@ import torch.multiprocessing as mp  # noqa: E402
 
 from autograder.grading import catalog, session  # noqa: E402
 from autograder.lab import ranks  # noqa: E402
+from tests import bench_ddp  # noqa: E402
 
 MODULE = "01_collectives"
 REFERENCE = ROOT / "solutions" / MODULE / "collectives.py"
@@ -180,6 +181,8 @@ def main() -> None:
         whole_module(name)
     compare_ways()
     compare_recorder()
+    print()
+    bench_ddp.main()
 
 
 if __name__ == "__main__":

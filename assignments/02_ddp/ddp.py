@@ -162,9 +162,9 @@ class OverlappedDDP(nn.Module):
     * Each gradient has one all-reduce, of its elements and in its dtype. Where gradients become ready in the reverse
       order of registration, each one's all-reduce is issued before the next gradient is computed. In backward nothing
       is waited for.
-    * Ranks may compute their gradients in different orders, and some not at all; what is sent, and in which order,
-      must then be the same on every rank all the same. Whatever has not been sent by the end of backward is sent in
-      `finish_gradient_synchronization`.
+    * Ranks may compute their gradients in different orders, and some not at all; a rank without a batch in a step calls
+      `finish_gradient_synchronization` only. What is sent, and in which order, must be the same on every rank all the
+      same. Whatever has not been sent by the end of backward is sent in `finish_gradient_synchronization`.
     * What has been accumulated in `p.grad` is averaged, not only what the last backward has added: in steps of several
       micro-batches all but the last run in `no_sync`. It makes no difference whether gradients were None or zeros
       before.
@@ -187,8 +187,8 @@ class OverlappedDDP(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Send what has not been sent, wait for everything, and leave the averages in the gradients.
 
-        Called after every backward, in `no_sync` too or after it: where the last forward and backward ran in
-        `no_sync`, it does nothing.
+        It may be called after every backward: where the last forward and backward ran in `no_sync`, it does nothing,
+        neither inside `no_sync` nor after it.
         """
         raise NotImplementedError("not implemented yet")
 

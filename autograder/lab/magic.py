@@ -88,12 +88,10 @@ def _magic(ipython, line: str, cell: str) -> None:
 
 def run_cell(context: ranks.rank_files.RankContext, cell: str, used: dict, folder: str) -> object:
     """On a rank: execute the cell's text. Returns what it leaves in `result`."""
-    import sys
-
     import torch
     import torch.distributed as dist
 
-    sys.path.insert(0, folder)
+    ranks.rank_files.import_from(Path(folder))
     _remember(cell)
     namespace = used | {
         "torch": torch, "dist": dist, "rank": context.rank, "world_size": context.world_size, "span": context.span,

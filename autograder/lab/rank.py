@@ -106,11 +106,16 @@ def refuse_names(names: dict[str, str]) -> None:
                 setattr(module, key, refuse)
 
 
+def import_from(folder: Path) -> None:
+    """Let the files in a module's folder be imported by their names, and those of the other modules beside it."""
+    for each in [*sorted(folder.parent.glob("[0-9][0-9]_*")), folder]:
+        if str(each) not in sys.path:
+            sys.path.insert(0, str(each))
+
+
 def load_module(path: Path) -> types.ModuleType:
-    """Import a file by path. Its own folder and its sibling modules' folders can be imported from."""
-    for folder in sorted(path.parent.parent.glob("[0-9][0-9]_*")) + [path.parent]:
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+    """Import a file by path, see `import_from`."""
+    import_from(path.parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
