@@ -137,6 +137,7 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
         recorder.install()
         refuse_names(refused_names)
         device = _join_group(job, rank, folder)
+        log.state(ledger.RUNNING)
         context = RankContext(rank, job["world_size"], device, recorder, job["student"])
         threads = set(threading.enumerate())
         spare = bytearray(SPARE)
