@@ -777,14 +777,14 @@ def test_without_the_driver_everything_ends(number: signal.Signals, tmp_path: Pa
     files = [tmp_path / f"pid-{r}" for r in range(2)]
     wait_for(lambda: all(f.exists() and f.read_text() for f in files) or driver.poll() is not None)
     driver.send_signal(number)
-    errors = driver.communicate(timeout=60)[1]  # returns when the agent, which has the same stderr, has ended too
+    errors = driver.communicate(timeout=180)[1]  # returns when the agent, which has the same stderr, has ended too
     wait_for(lambda: not any(psutil.pid_exists(int(f.read_text())) for f in files))
     wait_for(lambda: not list(temp.iterdir()))
     assert driver.returncode == -number
     assert "BrokenPipe" not in errors
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 180) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until

@@ -41,7 +41,7 @@ def check(
     if backend not in ("gloo", "nccl"):
         raise _usage(f"--backend is gloo or nccl, not {backend!r}")
     if not submission.is_dir():
-        raise _usage(f"there is no folder {submission}")
+        raise _usage(f"there is no folder {submission}: run this in the course's folder, or say --submission FOLDER")
     for file in (json_file, html_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise _usage(f"there is no folder {file.absolute().parent} to write {file.name} to")

@@ -174,7 +174,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     from autograder.suites.kit import CheckFailed
 
     grading, module = item.config.stash[KEY], item.module.MODULE
-    problem, title, weight = item.get_closest_marker("check").args
+    problem, title, weight, section = item.get_closest_marker("check").args
     finding = None
     if call.excinfo is not None:
         finding = call.excinfo.value
@@ -184,10 +184,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
         elif isinstance(finding, CheckFailed) and grading.run is not None:
             shown = diagnosis.printed(grading.run)
             finding.facts += [("printed", shown)] if shown else []
+    section = section or module.problem(problem).section
+    if getattr(finding, "status", "") == "deadlock" and module.waiting:
+        section = module.waiting
     name = item.name.removeprefix("test_")
     result = CheckResult(
         name, title, weight, finding, time.monotonic() - item.stash[STARTED], sorted(set(grading.sizes)),
-        _hints(grading, module, problem, name), grading.run,
+        _hints(grading, module, name, section), grading.run,
     )  # fmt: skip
     if isinstance(finding, Finding) and finding.status != "infrastructure":
         report.longrepr = result.message
@@ -195,9 +198,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     return report
 
 
-def _hints(grading: Grading, module, problem: str, name: str) -> list[tuple[str, str]]:
+def _hints(grading: Grading, module, name: str, section: str) -> list[tuple[str, str]]:
     where = "" if str(grading.folder) == "assignments" else f" --submission {shlex.quote(str(grading.folder))}"
     return [
         ("again", f"autograder check {module.name} -k {name}{where} --seed {grading.seed}"),
-        ("read", f'lectures/{module.name}.ipynb, "{module.problem(problem).section}"'),
+        ("read", f'lectures/{module.name}.ipynb, "{section}"'),
     ]

@@ -58,11 +58,12 @@ class ProblemResult:
 
     problem: Problem
     checks: list[CheckResult]
+    of: tuple[int, float] = (0, 0.0)  # how many checks the problem has, and their weights in all
 
     @property
     def points(self) -> float:
         """Points earned: each check carries its weight's share of the problem's points."""
-        total = sum(c.weight for c in self.checks)
+        total = self.of[1] or sum(c.weight for c in self.checks)
         if not total:
             return 0.0
         earned = sum(c.weight for c in self.checks if c.status == "passed")

@@ -78,6 +78,7 @@ class _Selection:
     def __init__(self, modules: tuple[Module, ...], select: str | None) -> None:
         self.modules, self.select = modules, select
         self.count = 0
+        self.of: dict[tuple[str, str], tuple[int, float]] = {}  # (module, problem) -> number of checks, their weights
         self.error: Exception | None = None
         self.grading: plugin.Grading | None = None
 
@@ -86,6 +87,10 @@ class _Selection:
         config.stash[plugin.KEY] = self.grading
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            problem, _, weight, _ = item.get_closest_marker("check").args
+            count, weights = self.of.get((item.module.MODULE.name, problem), (0, 0.0))
+            self.of[item.module.MODULE.name, problem] = count + 1, weights + weight
         if self.select is not None:
             try:
                 names = [i.name.removeprefix("test_") for i in items]
@@ -110,7 +115,7 @@ def _report(modules: tuple[Module, ...], grading: plugin.Grading, selection: _Se
     results = []
     for module in modules:
         problems = [
-            ProblemResult(problem, grading.results[module.name, problem.name])
+            ProblemResult(problem, grading.results[module.name, problem.name], selection.of[module.name, problem.name])
             for problem in module.problems
             if (module.name, problem.name) in grading.results
         ]

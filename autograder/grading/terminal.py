@@ -41,6 +41,8 @@ def _headline(problem: ProblemResult) -> Table:
     row.add_column()
     row.add_column(justify="right")
     points = f"{_number(problem.points)} / {_number(problem.problem.points)} points"
+    if 0 < len(problem.checks) < problem.of[0]:
+        points = f"{len(problem.checks)} of {problem.of[0]} checks run   {points}"
     row.add_row(Text(problem.problem.name, "bold"), Text(points, STYLE.get(problem.status, "red")))
     return row
 

@@ -204,14 +204,15 @@ class Job:
 
     def _end_all(self) -> None:
         """Kill the ranks and, for as long as any is left, every process below us."""
+        living = [pid for r, pid in enumerate(self.pids) if r not in self.ended]
+        for pid in living:  # all stand still first: a rank would log that its connection to a killed one broke
+            os.kill(pid, signal.SIGSTOP)
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for r, pid in enumerate(self.pids):
-            if r not in self.ended:
-                os.waitpid(pid, 0)
+        for pid in living:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         while children := psutil.Process().children(recursive=True):
             for process in children:
                 with contextlib.suppress(psutil.Error):

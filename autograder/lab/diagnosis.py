@@ -1,5 +1,6 @@
 """Why a run failed, in a student's words: from the events and errors of a `Run` to a status, a title and facts."""
 
+import dataclasses
 import linecache
 import re
 from itertools import zip_longest
@@ -76,6 +77,7 @@ def _crashed(run: Run) -> tuple[str, str, list]:
 
 
 def _deadlock(run: Run) -> tuple[str, str, list]:
+    run = _in_earliest_case(run)
     rows = []
     for r in range(run.world_size):
         event = _blocked_in(run, r)
@@ -96,6 +98,16 @@ def _deadlock(run: Run) -> tuple[str, str, list]:
     if difference:
         facts.append(("they differ", difference))
     return "deadlock", f"no rank could go on for {run.stall:.1f} s", facts + _perhaps(_why_blocked(run))
+
+
+def _in_earliest_case(run: Run) -> Run:
+    """The run as far as the case that somebody is stuck in: a rank that is in a later one has returned from it."""
+    cases = [len(run.of(r, "case")) for r in range(run.world_size)]
+    earliest = min((n for r, n in enumerate(cases) if run.states[r] != ledger.DONE), default=0)
+    if not earliest:
+        return run
+    states = [ledger.DONE if cases[r] > earliest else state for r, state in enumerate(run.states)]
+    return dataclasses.replace(run, states=states, events=run.in_case(earliest - 1))
 
 
 def _timeout(run: Run) -> tuple[str, str, list]:

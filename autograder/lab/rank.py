@@ -73,7 +73,7 @@ class RankContext:
         try:
             yield
         finally:
-            self._recorder.log.write("done", index, self._recorder.log.now())
+            self._recorder.log.moment("done", index)
 
     def mark(self, text: str) -> None:
         """Mark a moment in the order of events, such as "the gradient of x is computed"."""
@@ -137,6 +137,7 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
         recorder.install()
         refuse_names(refused_names)
         device = _join_group(job, rank, folder)
+        log.state(ledger.RUNNING)
         context = RankContext(rank, job["world_size"], device, recorder, job["student"])
         threads = set(threading.enumerate())
         spare = bytearray(SPARE)

@@ -44,6 +44,7 @@ class Module:
         title: one line.
         files: the student's files that are taken, the module's own .py first.
         problems: in the order of the worksheet; their points add up to 100.
+        waiting: heading in the lecture that helps with a deadlock, where there is one.
         refuse: which operators are not allowed (see `Only`).
         refused_names: full names of classes and functions that are not allowed -> what to do instead.
         timeout: seconds for one run on ranks.
@@ -53,6 +54,7 @@ class Module:
     title: str
     files: Sequence[str]
     problems: Sequence[Problem]
+    waiting: str = ""
     refuse: Callable[[str, str], str | None] | None = None
     refused_names: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 10.0
@@ -61,15 +63,16 @@ class Module:
         return next(p for p in self.problems if p.name == name)
 
 
-def check(problem: str, title: str, weight: float = 1.0) -> Callable:
+def check(problem: str, title: str, weight: float = 1.0, section: str | None = None) -> Callable:
     """Mark a pytest function as a check of a problem.
 
     Args:
         problem: its name.
         title: what must be true, as a sentence: it heads the message when it is not.
         weight: share of the problem's points.
+        section: heading in the lecture that helps, where it is not the problem's.
     """
-    return pytest.mark.check(problem, title, weight)
+    return pytest.mark.check(problem, title, weight, section)
 
 
 class CheckFailed(Finding):

@@ -26,6 +26,7 @@ MODULE = Module(
         Problem("recursive_doubling_all_reduce", 12, "All-reduce in few rounds", "Recursive doubling"),
         Problem("accounting", 10, "What a collective costs", "Accounting"),
     ],
+    waiting="Sends that wait for each other",
     refuse=P2P_ONLY,
 )
 
@@ -80,7 +81,7 @@ def test_broadcast_values(ranks, rng):
     expect_values(ranks, rng, "broadcast")
 
 
-@check("broadcast", "a tensor that is not contiguous is filled in place", weight=1)
+@check("broadcast", "a tensor that is not contiguous is filled in place", weight=1, section="Strided tensors")
 def test_broadcast_strided(ranks, rng):
     expect_strided(ranks, rng, "broadcast")
 
@@ -189,7 +190,7 @@ def test_reduce_values(ranks, rng):
     expect_values(ranks, rng, "reduce")
 
 
-@check("reduce", "a tensor that is not contiguous is summed in place", weight=1)
+@check("reduce", "a tensor that is not contiguous is summed in place", weight=1, section="Strided tensors")
 def test_reduce_strided(ranks, rng):
     expect_strided(ranks, rng, "reduce")
 
@@ -258,7 +259,7 @@ def test_ring_all_gather_values(ranks, rng):
     expect_values(ranks, rng, "ring_all_gather")
 
 
-@check("ring_all_gather", "tensors that are not contiguous", weight=2)
+@check("ring_all_gather", "tensors that are not contiguous", weight=2, section="Strided tensors")
 def test_ring_all_gather_strided(ranks, rng):
     expect_strided(ranks, rng, "ring_all_gather")
 
@@ -280,7 +281,7 @@ def test_ring_reduce_scatter_values(ranks, rng):
     expect_values(ranks, rng, "ring_reduce_scatter")
 
 
-@check("ring_reduce_scatter", "tensors that are not contiguous", weight=2)
+@check("ring_reduce_scatter", "tensors that are not contiguous", weight=2, section="Strided tensors")
 def test_ring_reduce_scatter_strided(ranks, rng):
     expect_strided(ranks, rng, "ring_reduce_scatter")
 
@@ -302,7 +303,7 @@ def test_ring_all_reduce_values(ranks, rng):
     expect_values(ranks, rng, "ring_all_reduce")
 
 
-@check("ring_all_reduce", "a tensor that is not contiguous is summed in place", weight=2)
+@check("ring_all_reduce", "a tensor that is not contiguous is summed in place", weight=2, section="Strided tensors")
 def test_ring_all_reduce_strided(ranks, rng):
     expect_strided(ranks, rng, "ring_all_reduce")
 
@@ -348,7 +349,7 @@ def test_all_to_all_values(ranks, rng):
     expect_values(ranks, rng, "all_to_all")
 
 
-@check("all_to_all", "tensors that are not contiguous", weight=1)
+@check("all_to_all", "tensors that are not contiguous", weight=1, section="Strided tensors")
 def test_all_to_all_strided(ranks, rng):
     expect_strided(ranks, rng, "all_to_all")
 
@@ -383,7 +384,12 @@ def test_recursive_doubling_values(ranks, rng):
     expect_values(ranks, rng, "recursive_doubling_all_reduce")
 
 
-@check("recursive_doubling_all_reduce", "a tensor that is not contiguous is summed in place", weight=2)
+@check(
+    "recursive_doubling_all_reduce",
+    "a tensor that is not contiguous is summed in place",
+    weight=2,
+    section="Strided tensors",
+)
 def test_recursive_doubling_strided(ranks, rng):
     expect_strided(ranks, rng, "recursive_doubling_all_reduce")
 
