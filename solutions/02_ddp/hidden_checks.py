@@ -63,7 +63,7 @@ def expect_any_use(ranks, rng, wrapper: str) -> None:
 
 @check("shard_batch", "other sizes")
 def test_shard_batch_hidden(ranks, rng):
-    check_shards(ranks, [("21 rows", {"a": draw(rng, (21, 2)), "b": draw(rng, (14,), torch.bool)})], 7)
+    check_shards(ranks, [("21 rows", {"a": draw(rng, (21, 2)), "b": draw(rng, (14,), torch.bool)}, 7)])
 
 
 @check("broadcast_module", "other groups")
