@@ -74,10 +74,6 @@ class ProblemResult:
         """The status of the first check that did not pass; not_implemented only if nothing passed."""
         return next((c.status for c in self.checks if c.status != "passed"), "passed")
 
-    @property
-    def first_failure(self) -> CheckResult | None:
-        return next((c for c in self.checks if c.status != "passed"), None)
-
 
 @dataclass
 class ModuleResult:

@@ -1,5 +1,0 @@
-"""`python -m autograder.grading` is the command `autograder`."""
-
-from autograder.grading.cli import main
-
-main()
