@@ -23,7 +23,7 @@ def load(module: Module, file: Path) -> dict[str, str]:
         Finding: it cannot be loaded.
     """
     try:
-        run = ranks.run(_functions, 1, student=file, timeout=module.timeout)
+        run = ranks.run(_functions, 1, student=file, timeout=module.timeout, preload=module.preload)
     except ranks.RunFailed as failure:
         error, facts = failure.run.errors[0], list(failure.facts)
         title = failure.title.replace("the code raised ", "")

@@ -129,7 +129,7 @@ def ranks(request: pytest.FixtureRequest):
         grading.sizes.append(world_size)
         settings = {
             "timeout": module.timeout, "refuse": module.refuse, "refused_names": module.refused_names,
-            "backend": grading.backend,
+            "preload": module.preload, "backend": grading.backend,
         } | settings  # fmt: skip
         try:
             grading.run = lab_ranks.run(fn, world_size, *args, student=file, **settings)

@@ -6,9 +6,9 @@ When the socket closes, everything ends.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
+import io
 import json
 import mmap
 import os
@@ -22,8 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import torch
 
-from autograder.lab import ledger, rank
+from autograder.lab import rank, recorder
 
 KEEP_OUTPUT = 64 * 1024  # bytes of each rank's output that are kept; the rest is read, counted and dropped
 TICK = 0.005  # seconds between two looks at the ranks
@@ -31,13 +32,15 @@ TICK = 0.005  # seconds between two looks at the ranks
 
 def serve(connection: socket.socket) -> None:
     """Run the jobs that arrive on the socket, one after the other, until it closes."""
-    _preload()
+    torch.save([0], io.BytesIO())  # what the first call only looks up is then there in every rank
+    _freeze()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of ranks come back to us (Linux)
+        rank.LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of ranks come back to us (Linux)
     lines = connection.makefile("r")
     connection.sendall(b'{"ready": true}\n')
     for line in lines:
         job = Job(json.loads(line), connection)
+        _preload(job.job["preload"])
         verdict = job.run()
         if verdict["outcome"] == "cancelled":  # nobody listens any more, nor tidies up
             shutil.rmtree(job.folder, ignore_errors=True)
@@ -45,13 +48,19 @@ def serve(connection: socket.socket) -> None:
         connection.sendall(json.dumps(verdict).encode() + b"\n")
 
 
-def _preload() -> None:
-    """Import what the first operator under a dispatch mode would otherwise import in every rank (2.6 s each)."""
-    importlib.import_module("torch._dynamo")
-    importlib.import_module("torch._decomp.decompositions_for_rng")
-    importlib.import_module("torch._subclasses.schema_check_mode")
+def _preload(names: list[str]) -> None:
+    """Import what each rank would otherwise import for itself."""
+    missing = [name for name in names if name not in sys.modules]
+    for name in missing:
+        importlib.import_module(name)
+    if missing:
+        _freeze()
+
+
+def _freeze() -> None:
+    """Let ranks share the pages of all there is, instead of copying them when their garbage collector runs."""
     gc.collect()
-    gc.freeze()  # ranks share these pages instead of copying them when their collector runs
+    gc.freeze()
 
 
 class Job:
@@ -60,7 +69,7 @@ class Job:
     def __init__(self, job: dict, connection: socket.socket) -> None:
         self.job, self.connection = job, connection
         self.n = job["world_size"]
-        self.memory = mmap.mmap(-1, max(self.n * ledger.STATUS.size, mmap.PAGESIZE))
+        self.memory = mmap.mmap(-1, max(self.n * recorder.STATUS_SIZE, mmap.PAGESIZE))
         self.pids: list[int] = []
         self.pipes: dict[int, int] = {}  # read end -> rank
         self.output = [bytearray() for _ in range(self.n)]
@@ -101,7 +110,12 @@ class Job:
             self.pipes[read] = r
 
     def _status(self, r: int) -> tuple[int, int]:
-        return ledger.STATUS.unpack_from(self.memory, r * ledger.STATUS.size)
+        """The state of a rank, and how far it has come."""
+        at = r * recorder.STATUS_SIZE
+        progress, state = divmod(
+            int.from_bytes(self.memory[at : at + recorder.STATUS_SIZE], sys.byteorder), recorder.STATES
+        )
+        return state, progress
 
     def _watch(self) -> str:
         """Wait for a verdict: done, failed, crashed, deadlock, timeout or cancelled."""
@@ -119,9 +133,9 @@ class Job:
                         self.ended[r] = status
             if self.ended:
                 return "crashed"
-            if any(state == ledger.FAILED for state, _ in states):
+            if any(state == recorder.FAILED for state, _ in states):
                 return "failed"
-            if all(state == ledger.DONE for state, _ in states):
+            if all(state == recorder.DONE for state, _ in states):
                 return "done"
             if now - begin > self.job["timeout"] and self._overdue(now - begin):
                 self._take_stacks()
@@ -129,7 +143,7 @@ class Job:
 
             # A deadlock: every unfinished rank waits, nothing moves, no rank computes, and we ourselves ran on time.
             progress = [count for _, count in states]
-            waiting = all(state in (ledger.WAITING, ledger.DONE) for state, _ in states)
+            waiting = all(state in (recorder.WAITING, recorder.DONE) for state, _ in states)
             if not waiting or progress != last_progress or now - looked > 0.5:
                 last_progress, still_since, cpu_then = progress, now, self._cpu_seconds() if waiting else 0.0
             elif now - still_since > self.job["stall"]:
@@ -176,7 +190,7 @@ class Job:
 
     def _take_stacks(self) -> None:
         """Ask each unfinished rank for its stack: faulthandler writes it even while the rank is blocked in C++."""
-        asked = [r for r in range(self.n) if self._status(r)[0] in (ledger.RUNNING, ledger.WAITING)]
+        asked = [r for r in range(self.n) if self._status(r)[0] in (recorder.RUNNING, recorder.WAITING)]
         files = [self.folder / rank.STACK.format(r) for r in asked]
         for r, file in zip(asked, files, strict=True):
             with contextlib.suppress(OSError):

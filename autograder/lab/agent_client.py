@@ -24,6 +24,7 @@ class _Agent:
         self.mark = uuid.uuid4().hex
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment[MARK] = self.mark
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # the student's file is compiled once, not in every rank
         # All ranks are on this machine: do not depend on its host name or its network.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

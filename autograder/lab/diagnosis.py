@@ -5,9 +5,10 @@ import linecache
 import re
 from itertools import zip_longest
 
-from autograder.lab import ledger
+from autograder.lab import ledger, recorder
 from autograder.lab.ledger import Event
-from autograder.lab.ranks import Run
+from autograder.lab.record import Run
+from autograder.lab.sources import file_name, is_library
 
 SIGNALS = {
     "SIGSEGV": "a crash in compiled code (SIGSEGV), often memory that was freed or is not there",
@@ -81,7 +82,7 @@ def _deadlock(run: Run) -> tuple[str, str, list]:
     rows = []
     for r in range(run.world_size):
         event = _blocked_in(run, r)
-        if run.states[r] == ledger.DONE:
+        if run.states[r] == recorder.DONE:
             rows.append(("has returned", "", "", ""))
         elif event is None:
             rows.append(("waits outside any message", _stack_line(run, r), "", ""))
@@ -103,18 +104,18 @@ def _deadlock(run: Run) -> tuple[str, str, list]:
 def _in_earliest_case(run: Run) -> Run:
     """The run as far as the case that somebody is stuck in: a rank that is in a later one has returned from it."""
     cases = [len(run.of(r, "case")) for r in range(run.world_size)]
-    earliest = min((n for r, n in enumerate(cases) if run.states[r] != ledger.DONE), default=0)
+    earliest = min((n for r, n in enumerate(cases) if run.states[r] != recorder.DONE), default=0)
     if not earliest:
         return run
-    states = [ledger.DONE if cases[r] > earliest else state for r, state in enumerate(run.states)]
+    states = [recorder.DONE if cases[r] > earliest else state for r, state in enumerate(run.states)]
     return dataclasses.replace(run, states=states, events=run.in_case(earliest - 1))
 
 
 def _timeout(run: Run) -> tuple[str, str, list]:
-    if ledger.STARTING in run.states:  # no line of the caller's has run there yet
-        r = run.states.index(ledger.STARTING)
+    if recorder.STARTING in run.states:  # no line of the caller's has run there yet
+        r = run.states.index(recorder.STARTING)
         return "infrastructure", f"rank {r} had not joined the others after {3 * run.timeout:.0f} s", []
-    running = [r for r in range(run.world_size) if run.states[r] == ledger.RUNNING]
+    running = [r for r in range(run.world_size) if run.states[r] == recorder.RUNNING]
     facts = []
     for r in running[:4]:
         line = _stack_line(run, r) or _line(_last_call(run, r))
@@ -209,7 +210,7 @@ def mismatch(events: list[Event]) -> str | None:
 
 def _why_blocked(run: Run) -> str | None:
     blocked = {r: e for r in range(run.world_size) if (e := _blocked_in(run, r))}
-    returned = [r for r in range(run.world_size) if run.states[r] == ledger.DONE]
+    returned = [r for r in range(run.world_size) if run.states[r] == recorder.DONE]
     messages = {r: e for r, e in blocked.items() if e.is_message}
     if any(e.op == "new_group" for e in blocked.values()):
         return "every rank must call new_group, also one outside the group, and all in the same order"
@@ -316,7 +317,7 @@ def _perhaps(text: str | None) -> list[tuple[str, str]]:
 
 def _blocked_in(run: Run, r: int) -> Event | None:
     """The operation an unfinished rank waits in: the last one that is still open."""
-    if run.states[r] == ledger.DONE:
+    if run.states[r] == recorder.DONE:
         return None
     return next((e for e in reversed(run.of(r)) if e.op not in ledger.MARKS and e.is_open), None)
 
@@ -354,9 +355,9 @@ def _stack_line(run: Run, r: int) -> str:
     """The innermost line of the student's own file in a faulthandler dump (innermost first there)."""
     for line in run.stacks[r].splitlines():
         found = re.match(r'\s*File "(.*)", line (\d+) in (.*)', line)
-        if found and found[1].startswith(tuple(run.roots) or "") and not ledger.is_library(found[1]):
+        if found and found[1].startswith(tuple(run.roots) or "") and not is_library(found[1]):
             code = linecache.getline(found[1], int(found[2])).strip()[:160]
-            return _frame_text((ledger.file_name(found[1], found[3]), int(found[2]), code))
+            return _frame_text((file_name(found[1], found[3]), int(found[2]), code))
     return ""
 
 
@@ -365,7 +366,7 @@ def _case(run: Run) -> str | None:
     cases = []
     for r in range(run.world_size):
         mine = run.of(r, "case")
-        if mine and run.states[r] != ledger.DONE:
+        if mine and run.states[r] != recorder.DONE:
             cases.append((len(mine), mine[-1].api))
     return min(cases)[1] if cases else None
 

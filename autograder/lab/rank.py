@@ -1,7 +1,7 @@
 """One rank: a forked process that runs a function with the recorder on, then waits to be ended by the agent.
 
-Nothing of this module runs in the driver. What a rank hands back is files in the job's folder: its log (`ledger.Log`),
-its outcome as JSON, and its return value as tensors and plain values that `torch.load(weights_only=True)` reads.
+Nothing of this module runs in the driver. What a rank hands back is files in the job's folder: its log, its outcome
+as JSON, and its return value as tensors and plain values that `torch.load(weights_only=True)` reads.
 """
 
 import contextlib
@@ -25,11 +25,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.random  # numpy would import it at its first use: in every rank
 import torch
 import torch.distributed as dist
 
-from autograder.lab import ledger, travel
+from autograder.lab import travel
+from autograder.lab.recorder import DONE, FAILED, RUNNING, Forbidden, Log, Recorder
+from autograder.lab.sources import file_name, is_library
 
+LIBC = ctypes.CDLL(None)
 MAX_RESULT = 256 * 2**20  # bytes of one rank's return value
 MAX_DEPTH = 50
 MAX_ITEMS = 1_000_000  # tensors, numbers, lists, ... in it
@@ -49,7 +53,7 @@ class RankContext:
         device: where this rank's tensors live: "cpu", or its own GPU under NCCL.
     """
 
-    def __init__(self, rank: int, world_size: int, device: str, recorder: ledger.Recorder, student: str | None) -> None:
+    def __init__(self, rank: int, world_size: int, device: str, recorder: Recorder, student: str | None) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._recorder, self._student_file, self._student = recorder, student, None
 
@@ -96,7 +100,7 @@ def refuse_names(names: dict[str, str]) -> None:
         target = getattr(importlib.import_module(owner), last)
 
         def refuse(*args: object, _reason: str = f"{last} is refused here: {advice}", **kwargs: object) -> None:
-            raise ledger.Forbidden(_reason)
+            raise Forbidden(_reason)
 
         if isinstance(target, type):
             target.__init__ = refuse
@@ -130,17 +134,17 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
     try:
         _become_a_rank(folder, rank, output_fd, job["memory_limit"])
         log_fd = os.open(folder / LOG.format(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        log = ledger.Log(log_fd, memory, rank, job["clock0"])
+        log = Log(log_fd, memory, rank, job["clock0"])
         fn, args, refuse, refused_names, roots = _take_arguments(folder, rank)
         os.register_at_fork(after_in_child=log.mute)
-        recorder = ledger.Recorder(log, tuple(roots), refuse)
+        recorder = Recorder(log, tuple(roots), refuse)
         recorder.install()
         refuse_names(refused_names)
         device = _join_group(job, rank, folder)
-        log.state(ledger.RUNNING)
+        log.state(RUNNING)
         context = RankContext(rank, job["world_size"], device, recorder, job["student"])
         threads = set(threading.enumerate())
-        spare = bytearray(SPARE)
+        spare = mmap.mmap(-1, SPARE)  # address space only: nothing is written there
         with recorder:
             value = fn(context, *_to(args, device))
         if os.getpid() != me:  # the function forked, and this copy of the rank came back from it too
@@ -148,16 +152,19 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
         left = [f"thread {t.name!r}" for t in threading.enumerate() if t not in threads and t.is_alive()]
         _save(value, folder / RESULT.format(rank))
         _write_json(folder / OUTCOME.format(rank), {"left": left})
-        log.state(ledger.DONE)
+        log.state(DONE)
     except BaseException as error:
+        full = _is_full()
         del spare
         if os.getpid() != me or log is None:
             os._exit(1)
         described = _describe_error(error, job)
+        if full and isinstance(error, SystemError):  # of C code that had no room left for an exception either
+            described |= {"type": "MemoryError", "message": ""}
         _write_json(folder / OUTCOME.format(rank), described)
         if "onnection" in described["message"]:
             time.sleep(0.2)  # the rank that closed the connection did so by dying: let that be seen first
-        log.state(ledger.FAILED)
+        log.state(FAILED)
     # Stay: a rank that exits closes its connections, and the others would see an error instead of a missing message.
     while True:
         time.sleep(3600)
@@ -166,7 +173,7 @@ def main(job: dict, rank: int, memory: mmap.mmap, output_fd: int) -> None:
 def _become_a_rank(folder: Path, rank: int, output_fd: int, memory_limit: int | None) -> None:
     os.setsid()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: do not outlive the agent (Linux)
+        LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: do not outlive the agent (Linux)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (output_fd, 1), (output_fd, 2)):
         os.dup2(source, target)
@@ -184,7 +191,6 @@ def _become_a_rank(folder: Path, rank: int, output_fd: int, memory_limit: int | 
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
-    torch.set_num_threads(1)
     random.seed()
     np.random.seed()
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)  # what a rank leaves there goes with the job
@@ -258,6 +264,15 @@ def _save(value: object, path: Path) -> None:
     torch.save(_Plain()(value), path)
 
 
+def _is_full() -> bool:
+    """Whether the address space that a rank may use is used up."""
+    try:
+        mmap.mmap(-1, SPARE).close()
+        return False
+    except (OSError, MemoryError):
+        return True
+
+
 def _write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value))
 
@@ -268,7 +283,7 @@ def _describe_error(error: BaseException, job: dict) -> dict:
         error = error.__context__  # leaving the recorder ran out of memory once more: the first time tells more
     own = [
         f for f in traceback.extract_tb(error.__traceback__)
-        if f.filename.startswith(tuple(job["roots"]) or "") and not ledger.is_library(f.filename)
+        if f.filename.startswith(tuple(job["roots"]) or "") and not is_library(f.filename)
     ]  # fmt: skip
     try:
         message = str(error)[:4000]
@@ -277,8 +292,8 @@ def _describe_error(error: BaseException, job: dict) -> dict:
     described = {
         "type": type(error).__name__,
         "message": message,
-        "frames": [[ledger.file_name(f.filename, f.name), f.lineno, (f.line or "").strip()[:160]] for f in own[-20:]],
-        "forbidden": isinstance(error, ledger.Forbidden),
+        "frames": [[file_name(f.filename, f.name), f.lineno, (f.line or "").strip()[:160]] for f in own[-20:]],
+        "forbidden": isinstance(error, Forbidden),
         "not_implemented": isinstance(error, NotImplementedError),
     }
     if isinstance(error, SyntaxError) and error.filename and error.filename.startswith(tuple(job["roots"])):

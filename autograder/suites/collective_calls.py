@@ -10,7 +10,7 @@ from autograder.lab.ledger import Event
 from autograder.lab.ranks import PerRank, Run
 from autograder.suites.kit import KINDS, Expect, difference, expect_nothing_left, fail
 
-# What every values check runs through: dtype and shape of one rank's tensor (of one chunk, where there are chunks).
+# What a values check runs through: dtype and shape of one rank's tensor (of one chunk, where there are chunks).
 SHAPES = [
     (torch.float32, (4,)),
     (torch.float64, (7,)),
@@ -20,7 +20,8 @@ SHAPES = [
     (torch.float32, (2, 3, 2)),
 ]
 ANY_SHAPE = ("broadcast", "reduce", "ring_all_reduce", "recursive_doubling_all_reduce")  # a single number too
-WORLD_SIZES = (2, 3, 4, 5, 1)
+TREES = ("broadcast", "reduce", "recursive_doubling_all_reduce")  # five ranks are a tree of another form than four
+WORLD_SIZES = (3, 2, 4, 1)  # all shapes on the first, some on the others
 
 
 @dataclass

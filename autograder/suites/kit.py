@@ -13,7 +13,7 @@ import torch
 
 from autograder.lab.findings import Finding
 from autograder.lab.ledger import Event
-from autograder.lab.ranks import Only, Run
+from autograder.lab.ranks import OPTIMIZERS, Only, Run
 
 P2P_ONLY = Only(frozenset({"send", "recv"}), "build it from send, recv, isend, irecv and batch_isend_irecv")
 
@@ -47,6 +47,7 @@ class Module:
         waiting: heading in the lecture that helps with a deadlock, where there is one.
         refuse: which operators are not allowed (see `Only`).
         refused_names: full names of classes and functions that are not allowed -> what to do instead.
+        preload: names of modules that the ranks need, see `ranks.run`.
         timeout: seconds for one run on ranks.
     """
 
@@ -57,6 +58,7 @@ class Module:
     waiting: str = ""
     refuse: Callable[[str, str], str | None] | None = None
     refused_names: Mapping[str, str] = field(default_factory=dict)
+    preload: Sequence[str] = OPTIMIZERS
     timeout: float = 10.0
 
     def problem(self, name: str) -> Problem:

@@ -8,7 +8,7 @@ import torch
 
 from autograder.lab import ledger
 from autograder.lab.ranks import Run
-from autograder.suites.collective_calls import ANY_SHAPE, CALLS, SHAPES, WORLD_SIZES, Call, Draw, make
+from autograder.suites.collective_calls import ANY_SHAPE, CALLS, SHAPES, TREES, WORLD_SIZES, Call, Draw, make
 from autograder.suites.kit import P2P_ONLY, Module, Problem, check, fail, messages, numbers_agree
 
 MODULE = Module(
@@ -27,6 +27,7 @@ MODULE = Module(
         Problem("accounting", 10, "What a collective costs", "Accounting"),
     ],
     waiting="Sends that wait for each other",
+    preload=(),
     refuse=P2P_ONLY,
 )
 
@@ -35,14 +36,15 @@ MODULE = Module(
 
 def expect_values(ranks: Callable, rng: torch.Generator, function: str) -> None:
     """Right on 1 to 5 ranks, in several dtypes and shapes, from every root."""
-    for p in WORLD_SIZES:
+    shapes = SHAPES + [(torch.float64, ())] * (function in ANY_SHAPE)
+    for p in (*WORLD_SIZES, 5) if function in TREES else WORLD_SIZES:
         members = list(range(p))
-        shapes = SHAPES + [(torch.float64, ())] * (function in ANY_SHAPE)
         calls = [
             CALLS[function](Draw(rng, dtype, shape), members, (p - 1 + i) % p)
             for i, (dtype, shape) in enumerate(shapes)
         ]
         make(ranks, function, calls, p)
+        shapes = shapes[:3]
 
 
 def expect_strided(ranks: Callable, rng: torch.Generator, function: str) -> None:
