@@ -9,6 +9,7 @@ from autograder import suites
 from autograder.suites.kit import Module
 
 SUITES = Path(suites.__file__).parent
+SOLUTIONS = Path(__file__).parents[2] / "solutions"  # in a checkout of the course
 
 
 class UnknownName(ValueError):
@@ -59,5 +60,4 @@ def _unknown(kind: str, name: str, known: list[str], also: list[str] = ()) -> st
 
 def hidden_checks(chosen: tuple[Module, ...]) -> tuple[Path, ...]:
     """The instructor's further checks of these modules: solutions/<module>/hidden_checks.py, where they are there."""
-    root = Path(__file__).parents[2] / "solutions"
-    return tuple(f for m in chosen if (f := root / m.name / "hidden_checks.py").exists())
+    return tuple(f for m in chosen if (f := SOLUTIONS / m.name / "hidden_checks.py").exists())

@@ -31,22 +31,33 @@ class Submission:
         shutil.rmtree(self._staged, ignore_errors=True)
 
     def stage(self, module: Module) -> Path:
-        """Copy this module's files, and those of other modules that they may import, and return the main file.
+        """Copy this module's files, and those of earlier modules that they may import, and return the main file.
+
+        An earlier module's file is the student's own; where only this module was handed in, the reference stands in.
 
         Raises:
             Finding: a file of this module is missing or is not an ordinary small file.
         """
-        for other in catalog.modules():
+        for name in module.files:
+            source = self._find(module, name)
+            problem = self._unusable(source)
+            if problem:
+                raise Finding("failed", f"{module.name}/{name} {problem}", self._nearby(source))
+            self._copy(source, module)
+        earlier = catalog.modules()[: catalog.modules().index(module)] if module in catalog.modules() else ()
+        for other in earlier:
             for name in other.files:
-                source = self._find(other, name)
-                problem = self._unusable(source)
-                if other.name == module.name and problem:
-                    raise Finding("failed", f"{other.name}/{name} {problem}", self._nearby(source))
-                if not problem:
-                    target = self._staged / other.name / name
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(source, target)
+                places = [self._find(other, name), self.folder / ".." / other.name / name]
+                places.append(catalog.SOLUTIONS / other.name / name)
+                usable = [place for place in places if not self._unusable(place)]
+                if usable:
+                    self._copy(usable[0], other)
         return self._staged / module.name / module.files[0]
+
+    def _copy(self, source: Path, module: Module) -> None:
+        target = self._staged / module.name / source.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
 
     def path(self, module: Module) -> Path:
         """Where the student edits the module's main file."""
