@@ -20,8 +20,8 @@ SHAPES = [
     (torch.float32, (2, 3, 2)),
 ]
 ANY_SHAPE = ("broadcast", "reduce", "ring_all_reduce", "recursive_doubling_all_reduce")  # a single number too
-TREES = ("broadcast", "reduce", "recursive_doubling_all_reduce")  # five ranks are a tree of another form than four
-WORLD_SIZES = (3, 2, 4, 1)  # all shapes on the first, some on the others
+WORLD_SIZES = (3, 2, 5, 1)  # all shapes on the first, some on the others; 4 ranks are in the checks of traffic
+TREES = ("broadcast", "reduce", "recursive_doubling_all_reduce")  # on 4 ranks, another form from every root
 
 
 @dataclass
