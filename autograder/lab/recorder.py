@@ -126,7 +126,7 @@ class Log:
             os.write(self.fd, (json.dumps([kind, *fields]) + "\n").encode())
 
     def moment(self, kind: str, index: int) -> None:
-        """Write that an event has come to its "end", "wait" or "done": three of four lines, so without json."""
+        """Write that an event "raised" or came to its "end", "wait" or "done": three of four lines, so without json."""
         if not self.muted:
             os.write(self.fd, b'["%s", %d, %.7f]\n' % (kind.encode(), index, time.monotonic() - self.clock0))
 
@@ -182,11 +182,13 @@ class Recorder(TorchDispatchMode):
             raise Forbidden(reason)
 
         self.log.wait()
+        ended = "raised"
         try:
             out = func(*args, **(kwargs or {}))
+            ended = "end"
         finally:
             self.log.go_on()
-        self.log.moment("end", index)
+            self.log.moment(ended, index)
         if func.namespace == "c10d":
             work = out[-1] if isinstance(out, tuple | list) and len(out) else out
             if isinstance(work, torch.ScriptObject):
