@@ -306,6 +306,32 @@ def test_waits() -> None:
     assert [e.index for e in result.unwaited()] == [never.index] * 2
 
 
+def test_a_tensor_that_is_used_before_its_message_was_waited_for() -> None:
+    def body(context):
+        other, both = 1 - context.rank, torch.zeros(2 * N)
+        sending, receiving = dist.isend(one(), other), dist.irecv(both[:N], other)
+        both[N:].add_(1)  # the other half
+        torch.empty_like(both)
+        both[:N].view(2, 2)
+        used = both[:N] + 1  # early
+        receiving.wait()
+        sending.wait()
+        mean = one()
+        work = dist.all_reduce(mean, async_op=True)
+        mean /= 2  # early
+        work.wait()
+        root = one()
+        work = dist.broadcast(root, 0, async_op=True)
+        root.sum()  # early, but on rank 0 nothing arrives
+        work.wait()
+        return used
+
+    result = run(body, 2)
+    early = [[event.early.partition("   ")[2] for event in result.of(rank)] for rank in (0, 1)]
+    assert early[0] == ["", "used = both[:N] + 1  # early", "mean /= 2  # early", ""]
+    assert early[1] == [*early[0][:3], "root.sum()  # early, but on rank 0 nothing arrives"]
+
+
 def test_a_call_that_raised_is_neither_sent_nor_under_way() -> None:
     def body(context):
         if context.rank == 0:

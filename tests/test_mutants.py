@@ -68,9 +68,10 @@ def test_skeleton_earns_nothing(module, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "mutant"), parameters("MUTANTS"))
 def test_mutant_loses_at_its_problem(module: str, mutant: Mutant | Rewrite, tmp_path):
-    report = grade(tmp_path, module, mutant.apply(text_of(module)), mutant.problem, stop_at_first=True)
+    select = mutant.check or mutant.problem
+    report = grade(tmp_path, module, mutant.apply(text_of(module)), select, stop_at_first=True)
     failed = [c for m in report.modules for p in m.problems for c in p.checks if c.finding]
-    assert failed, f"the mutant passes {mutant.problem}"
+    assert failed, f"the mutant passes {select}"
     assert failed[0].status in ("failed", "forbidden", "crashed", *STUCK), failed[0].message
     assert failed[0].finding.fact("your line") or failed[0].finding.fact("expected") or failed[0].status in STUCK
 

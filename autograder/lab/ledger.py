@@ -43,6 +43,7 @@ class Event:
     done_order: int | None = None
     via: tuple[str, ...] = ()  # the caller's own lines that led there, innermost first
     changed: bool = False  # what was sent had other values when it was waited for
+    early: str = ""  # a line that used the tensor before the message into it had been waited for
     refused: str | None = None  # why it is not allowed: it was not carried out
     raised: bool = False  # the call ended with an error
 
@@ -108,6 +109,8 @@ def read_log(log: str, rank: int) -> list[Event]:
                 events[int(index)].via = tuple(str(line) for line in rest[0])
             elif kind == "changed":
                 events[int(index)].changed = True
+            elif kind == "early":
+                events[int(index)].early = str(rest[0])
             elif kind == "raised":
                 events[int(index)].raised, events[int(index)].end = True, float(rest[0])
             elif kind == "forbidden":

@@ -152,10 +152,13 @@ class Recorder(TorchDispatchMode):
         self.works: dict[int, tuple[object, int]] = {}  # id of a pending Work -> (the Work, its event's index)
         self.watched: dict[int | None, tuple[torch.Tensor, bytes]] = {}  # a sent tensor and its values then
         self.functional: dict[int, int] = {}  # storage of a functional collective's result -> event index
+        self.arriving: dict[int, list[tuple[int, int]]] = {}  # event index -> addresses that its messages are put at
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(t.__module__.startswith("torch.distributed.") for t in types):
             return NotImplemented  # a DTensor, say: its own handler runs first, and we see the operators that it issues
+        if self.arriving and _uses_values(func):
+            self._note_early_use(args, kwargs)
         if func.namespace not in NAMESPACES:
             return func(*args, **(kwargs or {}))
         name, op, arguments = _schema(func)
@@ -199,6 +202,9 @@ class Recorder(TorchDispatchMode):
                 message = named["tensors"][0] if op == "send" else None
                 if message is not None and message.is_cpu and 0 < nbytes <= MAX_WATCHED:
                     self.watched[index] = (message, _bytes(message))
+                if is_async and api:
+                    me = dist.get_rank()
+                    self.arriving[index] = [span for t in _filled(op, named, peer == me) if (span := _span(t))]
         elif isinstance(out, torch.Tensor):
             self.functional[out.untyped_storage().data_ptr()] = index
         return out
@@ -212,11 +218,21 @@ class Recorder(TorchDispatchMode):
         try:
             return wait()
         finally:
+            self.arriving.pop(index, None)
             self.log.go_on()
             if index is not None:
                 self.log.moment("done", index)
             if changed:
                 self.log.write("changed", index)
+
+    def _note_early_use(self, *trees: object) -> None:
+        """Write which messages are still under way into the tensors that an operator uses: each once."""
+        for tensor in _all_tensors(trees):
+            span = _span(tensor)
+            for index in [i for i, spans in self.arriving.items() if span and any(_overlap(span, s) for s in spans)]:
+                del self.arriving[index]
+                where, code, _, _ = self._caller()
+                self.log.write("early", index, f"{where}   {code}")
 
     def _index(self) -> int:
         index = next(self._next)
@@ -344,6 +360,14 @@ def _schema(func: object) -> tuple[str, str | None, list[str]]:
     return name, OPERATORS.get(name) or OPERATORS.get(name.rstrip("_")), [a.name for a in func._schema.arguments]
 
 
+@functools.cache
+def _uses_values(func: object) -> bool:
+    """Whether an operator reads or writes what is in its tensors: not one that makes a view, or asks for the shape."""
+    name = func._schema.name.split("::")[1]
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    return not views and not name.endswith("_like") and not name.startswith("new_")
+
+
 def _bytes(tensor: torch.Tensor) -> bytes:
     """The values of a contiguous tensor in the CPU's memory (gloo sends no other), without an operator."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
@@ -415,15 +439,43 @@ def _own_part(named: dict, inputs: list[torch.Tensor], me: int, p: int) -> int:
 
 def _tensors(named: dict, prefix: str) -> list[torch.Tensor]:
     """All tensors in the arguments whose name begins so, nested lists flattened."""
+    return _all_tensors([v for k, v in named.items() if k.startswith(prefix)])
+
+
+def _all_tensors(trees: Iterable[object]) -> list[torch.Tensor]:
+    """All tensors in these, nested lists and dicts flattened."""
     found: list[torch.Tensor] = []
-    stack = [v for k, v in named.items() if k.startswith(prefix)]
+    stack = list(trees)
     while stack:
         value = stack.pop(0)
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, tuple | list):
             stack = list(value) + stack
+        elif isinstance(value, dict):
+            stack = list(value.values()) + stack
     return found
+
+
+def _filled(op: str, named: dict, is_root: bool) -> list[torch.Tensor]:
+    """The tensors that hold something new when the operator is done, on the root or another rank."""
+    if op in ("recv", "all_reduce") or (op == "broadcast" and not is_root) or (op == "reduce" and is_root):
+        return _tensors(named, "tensor") or _tensors(named, "input")
+    return _tensors(named, "output")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The addresses of a contiguous tensor's values; None where there are none or they do not lie together."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.layout != torch.strided:
+        return None
+    if tensor.is_meta or not tensor.numel() or not tensor.is_contiguous():
+        return None
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.numel() * tensor.element_size()
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
 
 
 def _numel(tensors: Iterable[torch.Tensor]) -> int:

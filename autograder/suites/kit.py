@@ -212,6 +212,13 @@ def expect_nothing_left(run: Run) -> None:
                 line=event,
                 perhaps="wait for the isend first, or send a copy (clone) of what changes meanwhile",
             )
+        if event.early:
+            fail(
+                expected="a tensor that is received into is not used before its message has been waited for",
+                found=f"rank {event.rank} uses it while this is under way: {event} ({event.where})",
+                line=event.early,
+                perhaps="call .wait() first; without it, the values are there on one day and not on another",
+            )
     for event in run.unwaited():
         fail(
             expected="everything that was started is waited for",

@@ -12,12 +12,14 @@ class Mutant:
         name: the mistake, in a few words.
         old: text that occurs exactly once in the reference's file.
         new: what stands in its place.
+        check: the check that finds it; without one, any of the problem's.
     """
 
     problem: str
     name: str
     old: str
     new: str
+    check: str = ""
 
     def apply(self, reference: str) -> str:
         """The text of the wrong file; ValueError where `old` does not occur exactly once."""
@@ -35,11 +37,13 @@ class Rewrite:
         problem: the problem that must lose points.
         name: the mistake, in a few words.
         source: the function's whole text; it may use whatever the reference's file defines.
+        check: the check that finds it; without one, any of the problem's.
     """
 
     problem: str
     name: str
     source: str
+    check: str = ""
 
     def apply(self, reference: str) -> str:
         """The text of the wrong file: a later definition replaces an earlier one."""

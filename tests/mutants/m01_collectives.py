@@ -12,6 +12,7 @@ MUTANTS = [
     # The step that all functions share: one mistake here spoils several problems; the one named must fail.
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_values",
         name="waits for the send before it starts to receive, on every rank: a deadlock",
         old="""\
     for work in dist.batch_isend_irecv(ops) if ops else []:
@@ -24,6 +25,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_values",
         name="blocking send before blocking recv, on every rank: a deadlock",
         old="""\
     for work in dist.batch_isend_irecv(ops) if ops else []:
@@ -36,6 +38,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="never waits",
         old="""\
     for work in dist.batch_isend_irecv(ops) if ops else []:
@@ -48,18 +51,21 @@ MUTANTS = [
     ),
     Mutant(
         problem="scatter_gather",
+        check="scatter_values",
         name="forgets to wait for the isend",
         old="for work in dist.batch_isend_irecv(ops) if ops else []:",
         new="for work in dist.batch_isend_irecv(ops)[len(sends) :] if ops else []:",
     ),
     Mutant(
         problem="broadcast",
+        check="broadcast_values",
         name="forgets to wait for the irecv",
         old="for work in dist.batch_isend_irecv(ops) if ops else []:",
         new="for work in dist.batch_isend_irecv(ops)[: len(sends)] if ops else []:",
     ),
     Mutant(
         problem="broadcast",
+        check="broadcast_strided",
         name="forgets to copy back into a strided target",
         old="""\
     landings = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor, _ in receives]
@@ -71,12 +77,14 @@ MUTANTS = [
     ),
     Mutant(
         problem="scatter_gather",
+        check="scatter_strided",
         name="sends a strided tensor as it is",
         old="dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=to)",
         new="dist.P2POp(dist.isend, tensor, group=group, group_peer=to)",
     ),
     Mutant(
         problem="all_to_all",
+        check="all_to_all_strided",
         name="receives straight into a strided tensor",
         old="[torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor, _ in receives]",
         new="[tensor for tensor, _ in receives]",
@@ -84,24 +92,28 @@ MUTANTS = [
     # broadcast
     Mutant(
         problem="broadcast",
+        check="broadcast_subgroup",
         name="treats src as a group rank",
         old="p, root = dist.get_world_size(group), group_rank(src, group)",
         new="p, root = dist.get_world_size(group), src",
     ),
     Mutant(
         problem="broadcast",
+        check="broadcast_values",
         name="the tree starts at rank 0 whatever src is",
         old="p, root = dist.get_world_size(group), group_rank(src, group)",
         new="p, root = dist.get_world_size(group), 0",
     ),
     Mutant(
         problem="broadcast",
+        check="broadcast_values",
         name="the binomial tree works for powers of two only",
         old="if me < reach and me + reach < p:",
         new="if me < reach:",
     ),
     Mutant(
         problem="broadcast",
+        check="broadcast_tree",
         name="the source sends to everybody, one after the other",
         old="    reach = 1  # ranks 0 to reach-1 have the tensor\n",
         new="""\
@@ -114,6 +126,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="broadcast",
+        check="broadcast_tree",
         name="the source sends to everybody, all at once",
         old="    reach = 1  # ranks 0 to reach-1 have the tensor\n",
         new="""\
@@ -126,6 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="broadcast",
+        check="broadcast_tree",
         name="passes the tensor along a chain of p-1 hops",
         old="    reach = 1  # ranks 0 to reach-1 have the tensor\n",
         new="""\
@@ -138,6 +152,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="broadcast",
+        check="broadcast_values",
         name="calls the built-in collective",
         old="    reach = 1  # ranks 0 to reach-1 have the tensor\n",
         new="""\
@@ -150,18 +165,21 @@ MUTANTS = [
     # scatter, gather
     Mutant(
         problem="scatter_gather",
+        check="scatter_strided",
         name="scatter treats src as a group rank",
         old="rank, root = dist.get_rank(group), group_rank(src, group)",
         new="rank, root = dist.get_rank(group), src",
     ),
     Mutant(
         problem="scatter_gather",
+        check="scatter_values",
         name="scatter forgets the source's own chunk",
         old="        tensor.copy_(scatter_list[root])\n",
         new="",
     ),
     Mutant(
         problem="scatter_gather",
+        check="scatter_traffic",
         name="scatter sends the whole list to everybody, who keep their part",
         old="""\
         exchange([(chunk, r) for r, chunk in enumerate(scatter_list) if r != root], [], group)
@@ -180,6 +198,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="scatter_gather",
+        check="scatter_traffic",
         name="scatter passes the chunks along a chain",
         old="""\
     if rank == root:
@@ -205,18 +224,21 @@ MUTANTS = [
     ),
     Mutant(
         problem="scatter_gather",
+        check="gather_strided",
         name="gather treats dst as a group rank",
         old="rank, root = dist.get_rank(group), group_rank(dst, group)",
         new="rank, root = dist.get_rank(group), dst",
     ),
     Mutant(
         problem="scatter_gather",
+        check="gather_values",
         name="gather leaves the destination's own place empty",
         old="        gather_list[root].copy_(tensor)\n",
         new="",
     ),
     Mutant(
         problem="scatter_gather",
+        check="gather_values",
         name="gather receives everybody's tensor into one buffer",
         old="""\
         exchange([], [(chunk, r) for r, chunk in enumerate(gather_list) if r != root], group)
@@ -230,6 +252,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="scatter_gather",
+        check="gather_values",
         name="gather files the tensors counted from the destination",
         old="exchange([], [(chunk, r) for r, chunk in enumerate(gather_list) if r != root], group)",
         new="""\
@@ -239,12 +262,14 @@ p = len(gather_list)
     # reduce
     Mutant(
         problem="reduce",
+        check="reduce_subgroup",
         name="treats dst as a group rank",
         old="p, root = dist.get_world_size(group), group_rank(dst, group)",
         new="p, root = dist.get_world_size(group), dst",
     ),
     Mutant(
         problem="reduce",
+        check="reduce_traffic",
         name="the root receives p-1 tensors",
         old="    while distance < p:\n",
         new="""\
@@ -260,30 +285,35 @@ p = len(gather_list)
     ),
     Mutant(
         problem="reduce",
+        check="reduce_values",
         name="accumulates into the caller's tensor on ranks that only read it",
         old="total, arriving = tensor.clone(), torch.empty_like(tensor)",
         new="total, arriving = tensor, torch.empty_like(tensor)",
     ),
     Mutant(
         problem="reduce",
+        check="reduce_values",
         name="the tree works for powers of two only",
         old="        if me + distance < p:\n",
         new="        if not me & distance:\n",
     ),
     Mutant(
         problem="reduce",
+        check="reduce_values",
         name="keeps the last arrival only",
         old="            total += arriving\n",
         new="            total = tensor + arriving\n",
     ),
     Mutant(
         problem="reduce",
+        check="reduce_values",
         name="leaves the sum in a local variable",
         old="    tensor.copy_(total)  # only the root comes this far\n",
         new="    tensor = total\n",
     ),
     Mutant(
         problem="reduce",
+        check="reduce_values",
         name="passes its own tensor up in place of the sum of its subtree",
         old="exchange([(total, (me - distance + root) % p)], [], group)",
         new="exchange([(tensor, (me - distance + root) % p)], [], group)",
@@ -291,12 +321,14 @@ p = len(gather_list)
     # ring_all_gather
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_values",
         name="passes on its own chunk in every step",
         old="leaving, arriving = chunks[(rank - step) % p], chunks[(rank - step - 1) % p]",
         new="leaving, arriving = chunks[rank], chunks[(rank - step - 1) % p]",
     ),
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_traffic",
         name="sends the whole output every hop",
         old="        exchange([(leaving, right)], [(arriving, left)], group)\n",
         new="""\
@@ -307,6 +339,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_traffic",
         name="goes round to the left",
         old="""\
         leaving, arriving = chunks[(rank - step) % p], chunks[(rank - step - 1) % p]
@@ -319,6 +352,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_traffic",
         name="sends its chunk to everybody directly",
         old="""\
         leaving, arriving = chunks[(rank - step) % p], chunks[(rank - step - 1) % p]
@@ -331,6 +365,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_values",
         name="one receive buffer for all chunks",
         old="""\
     for step in range(p - 1):
@@ -348,6 +383,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_values",
         name="forgets its own chunk in the output",
         old="""\
     chunks[rank].copy_(tensor)
@@ -362,6 +398,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_values",
         name="one step too few",
         old="""\
     for step in range(p - 1):
@@ -372,6 +409,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_values",
         name="one step too many",
         old="""\
     for step in range(p - 1):
@@ -382,12 +420,14 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_subgroup",
         name="finds its place by its global rank",
         old="    chunks[rank].copy_(tensor)\n",
         new="    rank = dist.get_rank() % p\n    chunks[rank].copy_(tensor)\n",
     ),
     Mutant(
         problem="ring_all_gather",
+        check="ring_all_gather_strided",
         name="fills a contiguous copy of a strided output",
         old="chunks = output.view(p, *tensor.shape)  # splits",
         new="chunks = output.contiguous().view(p, *tensor.shape)  # splits",
@@ -395,6 +435,7 @@ p = len(gather_list)
     # ring_reduce_scatter
     Mutant(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_values",
         name="each rank ends with its right neighbour's chunk",
         old="""\
     partial, arriving = chunks[left].clone(), torch.empty_like(chunks[left])
@@ -411,24 +452,28 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_values",
         name="adds up in the caller's input",
         old="partial = arriving + chunks[(rank - step - 2) % p]",
         new="partial = chunks[(rank - step - 2) % p].add_(arriving)",
     ),
     Mutant(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_values",
         name="adds the chunk of the wrong step",
         old="partial = arriving + chunks[(rank - step - 2) % p]",
         new="partial = arriving + chunks[(rank - step - 1) % p]",
     ),
     Mutant(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_values",
         name="passes on what arrived without adding",
         old="partial = arriving + chunks[(rank - step - 2) % p]",
         new="partial = arriving.clone()",
     ),
     Mutant(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_traffic",
         name="sends the whole tensor every hop and keeps a chunk",
         old="""\
     partial, arriving = chunks[left].clone(), torch.empty_like(chunks[left])
@@ -446,6 +491,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_traffic",
         name="sends each chunk straight to its owner",
         old="""\
     partial, arriving = chunks[left].clone(), torch.empty_like(chunks[left])
@@ -463,6 +509,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_values",
         name="forgets that the output is to be filled in place",
         old="    output.copy_(partial)\n",
         new="    output = partial\n",
@@ -470,6 +517,7 @@ p = len(gather_list)
     # ring_all_reduce
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_traffic",
         name="sends the whole tensor every hop",
         old="    p, n = dist.get_world_size(group), tensor.numel()\n",
         new="""\
@@ -484,6 +532,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_traffic",
         name="gathers all tensors and adds them up",
         old="    p, n = dist.get_world_size(group), tensor.numel()\n",
         new="""\
@@ -496,6 +545,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_traffic",
         name="reduces on one rank and broadcasts",
         old="    p, n = dist.get_world_size(group), tensor.numel()\n",
         new="""\
@@ -508,12 +558,14 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="works only where p divides the number of elements",
         old="share = tensor.new_empty((n + p - 1) // p)",
         new="share = tensor.new_empty(n // p)",
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="leaves the remainder out of the sum",
         old="""\
     share = tensor.new_empty((n + p - 1) // p)
@@ -531,24 +583,28 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="averages where the sum is asked for",
         old="    tensor.copy_(padded[:n].view(tensor.shape))\n",
         new="    tensor.copy_(padded[:n].view(tensor.shape) / p)\n",
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="rebinds the name in place of writing into the tensor",
         old="    tensor.copy_(padded[:n].view(tensor.shape))\n",
         new="    tensor = padded[:n].view(tensor.shape)\n",
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_strided",
         name="writes to a flattened copy of a strided tensor",
         old="    tensor.copy_(padded[:n].view(tensor.shape))\n",
         new="    tensor.flatten().copy_(padded[:n])\n",
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="adds up in float32 whatever the dtype",
         old="    padded = tensor.new_zeros(p * share.numel())\n",
         new="""\
@@ -558,6 +614,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="calls the built-in collective",
         old="    p, n = dist.get_world_size(group), tensor.numel()\n",
         new="""\
@@ -570,6 +627,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="puts a barrier between its two halves",
         old="    ring_reduce_scatter(share, padded, group)\n",
         new="    ring_reduce_scatter(share, padded, group)\n    dist.barrier(group)\n",
@@ -577,6 +635,7 @@ p = len(gather_list)
     # all_to_all
     Mutant(
         problem="all_to_all",
+        check="all_to_all_values",
         name="sizes the receive buffer by what it sends",
         old="        exchange([(inputs[to], to)], [(outputs[source], source)], group)\n",
         new="""\
@@ -587,18 +646,21 @@ p = len(gather_list)
     ),
     Mutant(
         problem="all_to_all",
+        check="all_to_all_values",
         name="forgets what stays on the rank",
         old="    outputs[rank].copy_(inputs[rank])\n",
         new="",
     ),
     Mutant(
         problem="all_to_all",
+        check="all_to_all_values",
         name="receives from the rank it sends to, in an order in which nobody gets on",
         old="to, source = (rank + shift) % p, (rank - shift) % p",
         new="to, source = (rank + shift) % p, (rank + shift) % p",
     ),
     Mutant(
         problem="all_to_all",
+        check="all_to_all_values",
         name="everybody sends everything, blocking, before receiving",
         old="    for shift in range(1, p):  # in each round",
         new="""\
@@ -611,12 +673,14 @@ p = len(gather_list)
     ),
     Mutant(
         problem="all_to_all",
+        check="all_to_all_values",
         name="files what it gets under the rank it sends to",
         old="exchange([(inputs[to], to)], [(outputs[source], source)], group)",
         new="exchange([(inputs[to], to)], [(outputs[to], source)], group)",
     ),
     Mutant(
         problem="all_to_all",
+        check="all_to_all_values",
         name="sends every tensor to everybody",
         old="        exchange([(inputs[to], to)], [(outputs[source], source)], group)\n",
         new="""\
@@ -633,18 +697,21 @@ p = len(gather_list)
     # recursive_doubling_all_reduce
     Mutant(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="works for powers of two only",
         old="core = 1 << (p.bit_length() - 1)",
         new="core = p",
     ),
     Mutant(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="leaves the ranks beyond the power of two out",
         old="    if rank >= core:\n",
         new="    p = core\n    if rank >= core:\n        return\n    if rank >= core:\n",
     ),
     Mutant(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="never sends the result to the ranks beyond the power of two: they wait for ever",
         old="""\
     if has_guest:
@@ -654,18 +721,21 @@ p = len(gather_list)
     ),
     Mutant(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="takes its partner by addition: nobody's partner answers",
         old="partner = rank ^ distance",
         new="partner = (rank + distance) % core",
     ),
     Mutant(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="the same partner in every round",
         old="partner = rank ^ distance",
         new="partner = rank ^ 1",
     ),
     Mutant(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_rounds",
         name="a reduce and a broadcast: twice the rounds",
         old="    core = 1 << (p.bit_length() - 1)",
         new="""\
@@ -677,6 +747,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="forgets the tensor of its guest",
         old="""\
         exchange([], [(arriving, rank + core)], group)
@@ -689,78 +760,91 @@ p = len(gather_list)
     # accounting
     Mutant(
         problem="accounting",
+        check="accounting_bytes_sent",
         name="counts an all-reduce once in place of twice",
         old='"all_reduce": 2 * all_but_one,',
         new='"all_reduce": all_but_one,',
     ),
     Mutant(
         problem="accounting",
+        check="accounting_bytes_sent",
         name="counts the bytes of all ranks together",
         old="all_but_one = (p - 1) / p",
         new="all_but_one = p - 1",
     ),
     Mutant(
         problem="accounting",
+        check="accounting_bytes_sent",
         name="takes nbytes of a reduce-scatter for a shard",
         old='"reduce_scatter": all_but_one,',
         new='"reduce_scatter": p - 1,',
     ),
     Mutant(
         problem="accounting",
+        check="accounting_bytes_sent",
         name="a broadcast on one rank sends something",
         old="return share[op] * nbytes if p > 1 else 0.0",
         new="return share[op] * nbytes",
     ),
     Mutant(
         problem="accounting",
+        check="accounting_bytes_sent",
         name="an unknown collective is a KeyError",
         old="raise ValueError(f\"unknown collective {op!r}: expected one of {', '.join(share)}\")",
         new="raise KeyError(op)",
     ),
     Mutant(
         problem="accounting",
+        check="accounting_effective_bandwidth",
         name="bandwidth in GiB/s",
         old="return bytes_sent(op, nbytes, p) / seconds",
         new="return bytes_sent(op, nbytes, p) / seconds / 2**30",
     ),
     Mutant(
         problem="accounting",
+        check="accounting_effective_bandwidth",
         name="bandwidth of the tensor's bytes in place of the bytes sent",
         old="return bytes_sent(op, nbytes, p) / seconds",
         new="return nbytes / seconds",
     ),
     Mutant(
         problem="accounting",
+        check="accounting_collective_time",
         name="the ring's messages are the whole tensor",
         old="chunk = alpha + nbytes / bandwidth, alpha + nbytes / p / bandwidth",
         new="chunk = alpha + nbytes / bandwidth, alpha + nbytes / bandwidth",
     ),
     Mutant(
         problem="accounting",
+        check="accounting_collective_time",
         name="pays the latency once in place of once a step",
         old='("ring", "all_reduce"): 2 * (p - 1) * chunk,',
         new='("ring", "all_reduce"): alpha + 2 * (p - 1) * nbytes / p / bandwidth if p > 1 else 0.0,',
     ),
     Mutant(
         problem="accounting",
+        check="accounting_collective_time",
         name="rounds the logarithm down",
         old="rounds = (p - 1).bit_length()",
         new="rounds = p.bit_length() - 1",
     ),
     Mutant(
         problem="accounting",
+        check="accounting_collective_time",
         name="forgets the extra round where p is no power of two",
         old="fold = 1 if p & (p - 1) else 0",
         new="fold = 0",
     ),
     Mutant(
         problem="accounting",
+        check="accounting_collective_time",
         name="a tree all-reduce is only the reduce",
         old='("tree", "all_reduce"): 2 * rounds * whole,',
         new='("tree", "all_reduce"): rounds * whole,',
     ),
     Mutant(
         problem="accounting",
+        check="accounting_collective_time",
         name="an unknown algorithm takes no time",
         old="""\
     if (algorithm, op) not in times:
@@ -771,18 +855,21 @@ p = len(gather_list)
     ),
     Mutant(
         problem="accounting",
+        check="accounting_fit",
         name="the fit returns seconds per byte",
         old="return float(alpha), float(1 / slope)",
         new="return float(alpha), float(slope)",
     ),
     Mutant(
         problem="accounting",
+        check="accounting_fit",
         name="the fit mixes up slope and intercept",
         old="slope, alpha = np.polyfit(nbytes, seconds, deg=1)",
         new="alpha, slope = np.polyfit(nbytes, seconds, deg=1)",
     ),
     Mutant(
         problem="accounting",
+        check="accounting_fit",
         name="the fit draws the line through the first and the last point",
         old="    slope, alpha = np.polyfit(nbytes, seconds, deg=1)\n",
         new="""\
@@ -792,6 +879,7 @@ p = len(gather_list)
     ),
     Mutant(
         problem="accounting",
+        check="accounting_fit",
         name="one size is enough for a fit",
         old="    if len({float(size) for size in nbytes}) < 2:\n",
         new="    if len(nbytes) < 2:\n",

@@ -9,6 +9,7 @@ from tests.mutants import Rewrite
 REWRITES = [
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="the backend's own broadcast, past the dispatcher",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -24,6 +25,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="the backend's own send and recv, which nobody records",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -41,6 +43,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="the process group's method",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -52,6 +55,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="through the store that the ranks met at",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -71,6 +75,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="broadcast_object_list",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -81,6 +86,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="a functional collective",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -91,6 +97,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="the built-in with all dispatch modes off",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -104,6 +111,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="tries the built-in and swallows the refusal",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -115,6 +123,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="the built-in in the backward of an autograd function",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -137,6 +146,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_tree",
         name="a star, from a thread",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -161,6 +171,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="replaces Work.wait and polls",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -183,6 +194,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="sends everything as float32",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -202,6 +214,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="one round too few where p is odd",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -218,6 +231,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="broadcast",
+        check="broadcast_values",
         name="needs a first dimension: a single number has none",
         source="""\
 def broadcast(tensor, src, group=None):
@@ -238,6 +252,7 @@ def broadcast(tensor, src, group=None):
     ),
     Rewrite(
         problem="scatter_gather",
+        check="gather_values",
         name="gather puts new tensors into the list",
         source="""\
 def gather(tensor, gather_list, dst, group=None):
@@ -253,6 +268,7 @@ def gather(tensor, gather_list, dst, group=None):
     ),
     Rewrite(
         problem="scatter_gather",
+        check="gather_values",
         name="gather puts the caller's own tensor into the list",
         source="""\
 def gather(tensor, gather_list, dst, group=None):
@@ -266,6 +282,7 @@ def gather(tensor, gather_list, dst, group=None):
     ),
     Rewrite(
         problem="scatter_gather",
+        check="scatter_values",
         name="scatter leaves the source's own tensor as it was",
         source="""\
 def scatter(tensor, scatter_list, src, group=None):
@@ -279,6 +296,7 @@ def scatter(tensor, scatter_list, src, group=None):
     ),
     Rewrite(
         problem="scatter_gather",
+        check="scatter_traffic",
         name="scatter sends everything to everybody",
         source="""\
 def scatter(tensor, scatter_list, src, group=None):
@@ -295,6 +313,7 @@ def scatter(tensor, scatter_list, src, group=None):
     ),
     Rewrite(
         problem="scatter_gather",
+        check="scatter_values",
         name="scatter takes a rank with an empty list for the source",
         source="""\
 def scatter(tensor, scatter_list, src, group=None):
@@ -308,6 +327,7 @@ def scatter(tensor, scatter_list, src, group=None):
     ),
     Rewrite(
         problem="scatter_gather",
+        check="gather_values",
         name="gather copies from a buffer before it has waited for it",
         source="""\
 def gather(tensor, gather_list, dst, group=None):
@@ -329,6 +349,7 @@ def gather(tensor, gather_list, dst, group=None):
     ),
     Rewrite(
         problem="reduce",
+        check="reduce_values",
         name="the built-in on a copy, with all dispatch modes off",
         source="""\
 def reduce(tensor, dst, group=None):
@@ -343,6 +364,7 @@ def reduce(tensor, dst, group=None):
     ),
     Rewrite(
         problem="reduce",
+        check="reduce_traffic",
         name="a helper gathers, and the root gets all parts in one message",
         source="""\
 def reduce(tensor, dst, group=None):
@@ -367,6 +389,7 @@ def reduce(tensor, dst, group=None):
     ),
     Rewrite(
         problem="reduce",
+        check="reduce_values",
         name="adds up in float64, and sends that",
         source="""\
 def reduce(tensor, dst, group=None):
@@ -388,6 +411,7 @@ def reduce(tensor, dst, group=None):
     ),
     Rewrite(
         problem="ring_all_gather",
+        check="ring_all_gather_values",
         name="receives into the buffer that is still being sent",
         source="""\
 def ring_all_gather(output, tensor, group=None):
@@ -405,6 +429,7 @@ def ring_all_gather(output, tensor, group=None):
     ),
     Rewrite(
         problem="ring_all_gather",
+        check="ring_all_gather_values",
         name="passes on what it has not waited for",
         source="""\
 def ring_all_gather(output, tensor, group=None):
@@ -428,6 +453,7 @@ def ring_all_gather(output, tensor, group=None):
     ),
     Rewrite(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_values",
         name="changes the partial sum while it is still being sent",
         source="""\
 def ring_reduce_scatter(output, tensor, group=None):
@@ -445,6 +471,7 @@ def ring_reduce_scatter(output, tensor, group=None):
     ),
     Rewrite(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_traffic",
         name="gathers the whole input of every rank around the ring",
         source="""\
 def ring_reduce_scatter(output, tensor, group=None):
@@ -458,6 +485,7 @@ def ring_reduce_scatter(output, tensor, group=None):
     ),
     Rewrite(
         problem="ring_reduce_scatter",
+        check="ring_reduce_scatter_values",
         name="adds up in the caller's input",
         source="""\
 def ring_reduce_scatter(output, tensor, group=None):
@@ -472,6 +500,7 @@ def ring_reduce_scatter(output, tensor, group=None):
     ),
     Rewrite(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="the backend's own allreduce",
         source="""\
 def ring_all_reduce(tensor, group=None):
@@ -483,6 +512,7 @@ def ring_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="a padded buffer of the default dtype",
         source="""\
 def ring_all_reduce(tensor, group=None):
@@ -498,6 +528,7 @@ def ring_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="chunks of rows: too many bytes where there are two rows",
         source="""\
 def ring_all_reduce(tensor, group=None):
@@ -514,6 +545,7 @@ def ring_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="the built-in in a thread",
         source="""\
 def ring_all_reduce(tensor, group=None):
@@ -528,6 +560,7 @@ def ring_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="everybody sends first, in a thread that is joined at once",
         source="""\
 def ring_all_reduce(tensor, group=None):
@@ -545,6 +578,7 @@ def ring_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="computes and sends in float64",
         source="""\
 def ring_all_reduce(tensor, group=None):
@@ -559,6 +593,7 @@ def ring_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="leaves out the elements that p does not divide",
         source="""\
 def ring_all_reduce(tensor, group=None):
@@ -576,6 +611,7 @@ def ring_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="torch.chunk, which may give fewer chunks than ranks",
         source="""\
 def ring_all_reduce(tensor, group=None):
@@ -594,6 +630,7 @@ def ring_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="ring_all_reduce",
+        check="ring_all_reduce_values",
         name="tries the built-in and ignores what it raises",
         source="""\
 def ring_all_reduce(tensor, group=None):
@@ -605,6 +642,7 @@ def ring_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="all_to_all",
+        check="all_to_all_values",
         name="puts new tensors into outputs",
         source="""\
 def all_to_all(outputs, inputs, group=None):
@@ -619,6 +657,7 @@ def all_to_all(outputs, inputs, group=None):
     ),
     Rewrite(
         problem="all_to_all",
+        check="all_to_all_values",
         name="sends to itself as well",
         source="""\
 def all_to_all(outputs, inputs, group=None):
@@ -628,6 +667,7 @@ def all_to_all(outputs, inputs, group=None):
     ),
     Rewrite(
         problem="all_to_all",
+        check="all_to_all_traffic",
         name="pads every message to one size",
         source="""\
 def all_to_all(outputs, inputs, group=None):
@@ -646,6 +686,7 @@ def all_to_all(outputs, inputs, group=None):
     ),
     Rewrite(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_rounds",
         name="gathers the tensors of all ranks, and adds at home",
         source="""\
 def recursive_doubling_all_reduce(tensor, group=None):
@@ -663,6 +704,7 @@ def recursive_doubling_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="sends everything as float32",
         source="""\
 def recursive_doubling_all_reduce(tensor, group=None):
@@ -690,6 +732,7 @@ def recursive_doubling_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="adds into the tensor that is still being sent",
         source="""\
 def recursive_doubling_all_reduce(tensor, group=None):
@@ -719,6 +762,7 @@ def recursive_doubling_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="receives first, then adds into the tensor that is still being sent",
         source="""\
 def recursive_doubling_all_reduce(tensor, group=None):
@@ -749,6 +793,7 @@ def recursive_doubling_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="through the store that the ranks met at",
         source="""\
 _n = [0]
@@ -771,6 +816,7 @@ def recursive_doubling_all_reduce(tensor, group=None):
     ),
     Rewrite(
         problem="recursive_doubling_all_reduce",
+        check="recursive_doubling_values",
         name="receives into the tensor that it sends",
         source="""\
 def recursive_doubling_all_reduce(tensor, group=None):
