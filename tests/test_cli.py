@@ -289,11 +289,6 @@ def test_trace_without_messages(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_release_is_up_to_date():
-    done = autograder("release", "--check")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_doctor():
     done = autograder("doctor")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -306,6 +306,33 @@ def test_waits() -> None:
     assert [e.index for e in result.unwaited()] == [never.index] * 2
 
 
+def test_a_call_that_raised_is_neither_sent_nor_under_way() -> None:
+    def body(context):
+        if context.rank == 0:
+            with contextlib.suppress(RuntimeError):
+                dist.isend(torch.ones(8)[::2], 1)  # gloo refuses it
+            dist.send(one(), 1)
+        else:
+            dist.recv(one(), 0)
+
+    result = run(body, 2)
+    refused, sent = result.of(0, "send")
+    assert (refused.raised, refused.is_open, sent.raised) == (True, False, False)
+    assert result.sent(0) == S
+    assert result.unwaited() == []
+    assert ledger.rounds(result.events) == 1
+
+
+def test_a_call_in_a_thread_without_own_lines_has_the_line_that_started_it() -> None:
+    def body(context):
+        thread = threading.Thread(target=dist.all_reduce, args=(one(),))
+        thread.start()
+        thread.join()
+
+    for event in run(body, 2).events:
+        assert event.code == "thread.start()"
+
+
 def test_spans_and_cases_are_in_the_order_of_events() -> None:
     def body(context):
         context.case("first")

@@ -181,7 +181,7 @@ FILES = {  # mistake -> the file, what is checked, words that the verdict must h
             "                dist.recv(gather_list[r], r)\n"
         ),
         "gather_traffic",
-        ["should not be the same as the rank", "dist.send(tensor, (dst + 1) % p)", "only the parts of others travel"],
+        ["should not be the same as the rank", "dist.send(tensor, (dst + 1) % p)", "copied, not sent"],
     ),
     "peers that do not fit": (
         with_function(

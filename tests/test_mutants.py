@@ -8,7 +8,7 @@ import pytest
 
 from autograder.grading import catalog, session
 from autograder.grading.report import Report
-from tests.mutants import Alternative, Mutant
+from tests.mutants import Alternative, Mutant, Rewrite
 
 ROOT = Path(__file__).parents[1]
 STUCK = "deadlock", "timeout"
@@ -69,7 +69,7 @@ def test_skeleton_earns_nothing(module, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "mutant"), parameters("MUTANTS"))
-def test_mutant_loses_at_its_problem(module: str, mutant: Mutant, tmp_path):
+def test_mutant_loses_at_its_problem(module: str, mutant: Mutant | Rewrite, tmp_path):
     report = grade(tmp_path, module, mutant.apply(text_of(module)), mutant.problem, stop_at_first=True)
     failed = [c for m in report.modules for p in m.problems for c in p.checks if c.finding]
     assert failed, f"the mutant passes {mutant.problem}"

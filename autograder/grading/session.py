@@ -60,12 +60,12 @@ def grade_modules(
         os.devnull,
         "--rootdir",
         str(catalog.SUITES),
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:terminal",
+        *("-p", "no:cacheprovider"),
+        *("-p", "no:terminal"),
+        *("-p", "no:unraisableexception"),  # it collects garbage ten times at the end: seconds, with torch loaded
+        *("--capture", "no"),
     ]
-    options += ["--capture", "no"] + ["--maxfail", "1"] * stop_at_first
+    options += ["--maxfail", "1"] * stop_at_first
     pytest.main([*options, *files], plugins=[selection])
     if selection.error:
         raise selection.error

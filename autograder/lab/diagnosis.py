@@ -187,7 +187,10 @@ def _why_raised(run: Run, r: int, kind: str, message: str) -> str | None:
     if _lost_connection(message):
         return "the rank at the other end had closed its connections: it destroyed the process group, or ended"
     if "same as the rank of the current process" in message:
-        return "a rank keeps its own part with a copy; only the parts of others travel"
+        return (
+            "the other end is this rank itself: what a rank has for itself is copied, not sent; and in a subgroup, "
+            "dst and src are still global ranks"
+        )
     if message.startswith("Weights only load failed"):
         return (
             "save tensors, numbers, text, tuples, lists and dicts only; a numpy array (in numpy's random state) is none"

@@ -44,6 +44,7 @@ class Event:
     via: tuple[str, ...] = ()  # the caller's own lines that led there, innermost first
     changed: bool = False  # what was sent had other values when it was waited for
     refused: str | None = None  # why it is not allowed: it was not carried out
+    raised: bool = False  # the call ended with an error
 
     @property
     def is_message(self) -> bool:
@@ -107,6 +108,8 @@ def read_log(log: str, rank: int) -> list[Event]:
                 events[int(index)].via = tuple(str(line) for line in rest[0])
             elif kind == "changed":
                 events[int(index)].changed = True
+            elif kind == "raised":
+                events[int(index)].raised, events[int(index)].end = True, float(rest[0])
             elif kind == "forbidden":
                 events[int(index)].refused = str(rest[0])
             else:
@@ -155,7 +158,7 @@ def rounds(events: Iterable[Event]) -> int:
     reached it in program order, so messages that are posted together still leave one a round. This is the number that
     T = rounds * (alpha + bytes / bandwidth) counts.
     """
-    events = [e for e in events if e.is_message]
+    events = [e for e in events if e.is_message and not e.raised]
     receive_of = {id(s): r for s, r in match_messages(events)[0]}
     send_of = {id(r): s for s, r in match_messages(events)[0]}
     # Each rank's program: it posts a message, and at some later point (at once, if the call blocks) has waited for it.

@@ -301,12 +301,12 @@ def _rounds(start: list[set[int]], plan: list[list[tuple[int, int]]], add: bool)
     return figure
 
 
-def tree(op: str = "broadcast", p: int = 8) -> Figure:
+def tree(op: str = "broadcast", p: int = 8, root: int = 0) -> Figure:
     """A binomial tree: a broadcast doubles the number of holders each round; a reduce runs it backwards."""
     hops = [1 << i for i in range((p - 1).bit_length())]
-    plan = [[(r, r + hop) for r in range(hop) if r + hop < p] for hop in hops]
+    plan = [[((r + root) % p, (r + hop + root) % p) for r in range(hop) if r + hop < p] for hop in hops]
     if op == "broadcast":
-        return _rounds([{0}] + [set() for _ in range(p - 1)], plan, add=False)
+        return _rounds([{r} if r == root else set() for r in range(p)], plan, add=False)
     return _rounds([{r} for r in range(p)], [[(b, a) for a, b in turn] for turn in plan[::-1]], add=True)
 
 

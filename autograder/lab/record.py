@@ -66,11 +66,13 @@ class Run:
 
     def sent(self, rank: int) -> int:
         """Bytes that a rank sent."""
-        return sum(e.sent for e in self.of(rank))
+        return sum(e.sent for e in self.of(rank) if not e.raised)
 
     def unwaited(self) -> list[Event]:
         """Asynchronous operations that the caller never waited for."""
-        return [e for e in self.events if e.is_async and e.api and e.end is not None and e.done is None]
+        return [
+            e for e in self.events if e.is_async and e.api and e.end is not None and e.done is None and not e.raised
+        ]
 
 
 class RunFailed(Finding):

@@ -126,7 +126,7 @@ class Log:
             os.write(self.fd, (json.dumps([kind, *fields]) + "\n").encode())
 
     def moment(self, kind: str, index: int) -> None:
-        """Write that an event has come to its "end", "wait" or "done": three of four lines, so without json."""
+        """Write that an event "raised" or came to its "end", "wait" or "done": three of four lines, so without json."""
         if not self.muted:
             os.write(self.fd, b'["%s", %d, %.7f]\n' % (kind.encode(), index, time.monotonic() - self.clock0))
 
@@ -148,6 +148,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.log, self.roots, self.refuse = log, roots, refuse
         self._next = itertools.count()
+        self._thread = threading.local()  # where the caller's code started this thread
         self.works: dict[int, tuple[object, int]] = {}  # id of a pending Work -> (the Work, its event's index)
         self.watched: dict[int | None, tuple[torch.Tensor, bytes]] = {}  # a sent tensor and its values then
         self.functional: dict[int, int] = {}  # storage of a functional collective's result -> event index
@@ -182,11 +183,13 @@ class Recorder(TorchDispatchMode):
             raise Forbidden(reason)
 
         self.log.wait()
+        ended = "raised"
         try:
             out = func(*args, **(kwargs or {}))
+            ended = "end"
         finally:
             self.log.go_on()
-        self.log.moment("end", index)
+            self.log.moment(ended, index)
         if func.namespace == "c10d":
             work = out[-1] if isinstance(out, tuple | list) and len(out) else out
             if isinstance(work, torch.ScriptObject):
@@ -240,6 +243,8 @@ class Recorder(TorchDispatchMode):
             elif fallback is None:
                 fallback = frame
             frame = frame.f_back
+        if frame is None and hasattr(self._thread, "started"):
+            return *self._thread.started, calls, []  # nothing of the caller's runs in this thread: who started it?
         frame = frame or fallback
         if frame is None:
             return "", "", calls, []
@@ -302,9 +307,10 @@ class Recorder(TorchDispatchMode):
             return group
 
         def recorded_start(thread: threading.Thread) -> None:
-            run = thread.run
+            run, (where, code, *_) = thread.run, recorder._caller()
 
             def recorded_run() -> None:
+                recorder._thread.started = where, code
                 with _OnThread(recorder):
                     run()
 

@@ -49,7 +49,7 @@ def figure(events: list[Event], title: str = ""):
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    shown = [e for e in events if e.op not in ("case", "new_group")]
+    shown = [e for e in events if e.op not in ("case", "new_group") and not e.raised]
     ranks = sorted({e.rank for e in shown}) or [0]
     zero = min((e.start for e in shown), default=0.0)
     ms = lambda t: (t - zero) * 1e3  # noqa: E731

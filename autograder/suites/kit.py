@@ -266,7 +266,7 @@ def expect_nothing_left(run: Run) -> None:
 
 def messages(events: Iterable[Event], rank: int, op: str = "send") -> list[Event]:
     """The sends (or receives) of one rank that carry anything."""
-    return [e for e in events if e.rank == rank and e.op == op and e.numel > 0]
+    return [e for e in events if e.rank == rank and e.op == op and e.numel > 0 and not e.raised]
 
 
 # --------------------------------------------------------------------------------------------------- plain numbers
@@ -274,9 +274,10 @@ def messages(events: Iterable[Event], rank: int, op: str = "send") -> list[Event
 
 def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[str, str] | None:
     """(expected, found) in words where a number, a tuple of numbers or a "ValueError" is not as wanted."""
+    raised = f"a {found}" if isinstance(found, str) and found.endswith("Error") else None
     if isinstance(wanted, tuple):
         if not isinstance(found, list) or len(found) != len(wanted):
-            return f"a tuple of {len(wanted)} numbers", _what(found)
+            return f"a tuple of {len(wanted)} numbers", raised or _what(found)
         for f, w in zip(found, wanted, strict=True):
             if numbers_agree(f, w, rtol):
                 return ", ".join(f"{x:.9g}" for x in wanted), ", ".join(_what(x) for x in found)
@@ -284,9 +285,9 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
     if isinstance(found, torch.Tensor) and found.numel() == 1:
         found = found.item()
     if wanted == "ValueError":
-        return None if found == "ValueError" else ("a ValueError", _what(found))
+        return None if found == "ValueError" else ("a ValueError", raised or _what(found))
     if isinstance(found, bool) or not isinstance(found, int | float):
-        return f"the number {wanted:.9g}", "a ValueError" if found == "ValueError" else _what(found)
+        return f"the number {wanted:.9g}", raised or _what(found)
     if abs(found - wanted) <= rtol * abs(wanted):
         return None
     return f"{wanted:.9g}", f"{found:.9g}"

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from autograder.lab import ledger
+from autograder.lab.findings import Finding
 from autograder.lab.ranks import Run
 from autograder.suites.collective_calls import ANY_SHAPE, CALLS, SHAPES, TREES, WORLD_SIZES, Call, Draw, make
 from autograder.suites.kit import P2P_ONLY, Module, Problem, check, draw_int, fail, messages, numbers_agree
@@ -36,15 +37,14 @@ MODULE = Module(
 
 def expect_values(ranks: Callable, rng: torch.Generator, function: str) -> None:
     """Right on 1 to 5 ranks, in several dtypes and shapes, from every root."""
-    shapes = SHAPES + [(torch.float64, ())] * (function in ANY_SHAPE)
     for p in (*WORLD_SIZES, 4) if function in TREES else WORLD_SIZES:
         members = list(range(p))
+        shapes = SHAPES + [(torch.float64, ())] * (function in ANY_SHAPE)
         calls = [
             CALLS[function](Draw(rng, dtype, shape), members, (p - 1 + i) % p)
-            for i, (dtype, shape) in enumerate(shapes)
+            for i, (dtype, shape) in enumerate(shapes if p == 3 else shapes[:3])  # all of them on one number of ranks
         ]
         make(ranks, function, calls, p)
-        shapes = shapes[:3]
 
 
 def expect_strided(ranks: Callable, rng: torch.Generator, function: str) -> None:
@@ -60,7 +60,14 @@ def expect_subgroup(ranks: Callable, rng: torch.Generator, function: str) -> Non
     calls = [CALLS[function](Draw(rng, torch.float64, (6,)), members, root) for root in range(3)]
     for root, call in zip(members, calls, strict=True):
         call.name += f", group of ranks {members}" if "=" in call.name else f", group of ranks {members} ({root})"
-    make(ranks, function, calls, 5, members)
+    try:
+        make(ranks, function, calls, 5, members)
+    except Finding as finding:
+        finding.facts.append(("the group", f"global ranks {members} are its ranks 0, 1, 2: {GROUP_ADVICE}"))
+        raise
+
+
+GROUP_ADVICE = "compute neighbours with dist.get_rank(group), send to dist.get_global_rank(group, neighbour)"
 
 
 def one_call(
@@ -88,7 +95,7 @@ def test_broadcast_strided(ranks, rng):
     expect_strided(ranks, rng, "broadcast")
 
 
-@check("broadcast", "src is a global rank, in a subgroup too", weight=1)
+@check("broadcast", "src is a global rank, in a subgroup too", weight=1, section="Groups")
 def test_broadcast_subgroup(ranks, rng):
     expect_subgroup(ranks, rng, "broadcast")
 
@@ -197,7 +204,7 @@ def test_reduce_strided(ranks, rng):
     expect_strided(ranks, rng, "reduce")
 
 
-@check("reduce", "dst is a global rank, in a subgroup too", weight=1)
+@check("reduce", "dst is a global rank, in a subgroup too", weight=1, section="Groups")
 def test_reduce_subgroup(ranks, rng):
     expect_subgroup(ranks, rng, "reduce")
 
@@ -266,7 +273,7 @@ def test_ring_all_gather_strided(ranks, rng):
     expect_strided(ranks, rng, "ring_all_gather")
 
 
-@check("ring_all_gather", "neighbours are neighbours in the group", weight=2)
+@check("ring_all_gather", "neighbours are neighbours in the group", weight=2, section="Groups")
 def test_ring_all_gather_subgroup(ranks, rng):
     expect_subgroup(ranks, rng, "ring_all_gather")
 
@@ -288,7 +295,7 @@ def test_ring_reduce_scatter_strided(ranks, rng):
     expect_strided(ranks, rng, "ring_reduce_scatter")
 
 
-@check("ring_reduce_scatter", "neighbours are neighbours in the group", weight=2)
+@check("ring_reduce_scatter", "neighbours are neighbours in the group", weight=2, section="Groups")
 def test_ring_reduce_scatter_subgroup(ranks, rng):
     expect_subgroup(ranks, rng, "ring_reduce_scatter")
 
@@ -310,7 +317,7 @@ def test_ring_all_reduce_strided(ranks, rng):
     expect_strided(ranks, rng, "ring_all_reduce")
 
 
-@check("ring_all_reduce", "neighbours are neighbours in the group", weight=2)
+@check("ring_all_reduce", "neighbours are neighbours in the group", weight=2, section="Groups")
 def test_ring_all_reduce_subgroup(ranks, rng):
     expect_subgroup(ranks, rng, "ring_all_reduce")
 
@@ -356,7 +363,7 @@ def test_all_to_all_strided(ranks, rng):
     expect_strided(ranks, rng, "all_to_all")
 
 
-@check("all_to_all", "the lists are in the order of the group's ranks", weight=1)
+@check("all_to_all", "the lists are in the order of the group's ranks", weight=1, section="Groups")
 def test_all_to_all_subgroup(ranks, rng):
     expect_subgroup(ranks, rng, "all_to_all")
 
@@ -396,7 +403,7 @@ def test_recursive_doubling_strided(ranks, rng):
     expect_strided(ranks, rng, "recursive_doubling_all_reduce")
 
 
-@check("recursive_doubling_all_reduce", "partners are found by their rank in the group", weight=2)
+@check("recursive_doubling_all_reduce", "partners are found by their rank in the group", weight=2, section="Groups")
 def test_recursive_doubling_subgroup(ranks, rng):
     expect_subgroup(ranks, rng, "recursive_doubling_all_reduce")
 
@@ -426,11 +433,22 @@ def test_recursive_doubling_rounds(ranks, rng):
 # ---------------------------------------------------------------------------------------------------- accounting
 
 
+def call_text(function: str, arguments: list) -> str:
+    """The call as it is shown: of a long list, the beginning and the end."""
+    shown = []
+    for a in arguments:
+        items = [f"{x:.4g}" if isinstance(x, float) else repr(x) for x in (a if isinstance(a, list) else [a])]
+        if len(items) > 4:
+            items = [*items[:2], "...", items[-1]]
+        shown.append(f"[{', '.join(items)}]" if isinstance(a, list) else items[0])
+    return f"{function}({', '.join(shown)})"
+
+
 def call_plain(context, function: str, argument_lists: list[list]) -> list:
     """On a rank: call a function without communication; an error about its values becomes text."""
     results = []
     for arguments in argument_lists:
-        context.case(f"{function}({', '.join(map(repr, arguments))})")
+        context.case(call_text(function, arguments))
         try:
             results.append(getattr(context.student, function)(*arguments))
         except (ValueError, LookupError, ArithmeticError) as error:  # the check knows which was asked for
@@ -439,9 +457,18 @@ def call_plain(context, function: str, argument_lists: list[list]) -> list:
 
 
 def expect_numbers(
-    ranks: Callable, function: str, table: list[tuple[list, object]], perhaps: dict | None = None
+    ranks: Callable,
+    function: str,
+    table: list[tuple[list, object]],
+    perhaps: dict | None = None,
+    mistakes: Callable[[list, object], dict[str, object]] = lambda arguments, wanted: {},
 ) -> None:
-    """Each row: arguments, and the number, tuple of numbers or "ValueError" that they must give."""
+    """Each row: arguments, and the number, tuple of numbers or "ValueError" that they must give.
+
+    Args:
+        perhaps: an argument of the call -> the misconception that is likely there.
+        mistakes: from the arguments and what is wanted: a misconception -> what it would give.
+    """
     run = ranks(call_plain, 1, function, [arguments for arguments, _ in table])
     for (arguments, wanted), found in zip(table, run.values[0], strict=True):
         wrong = numbers_agree(found, wanted)
@@ -449,8 +476,13 @@ def expect_numbers(
             hint = "the function ends without a `return`" if found is None else None
             if isinstance(found, int | float):
                 hint = next((h for key, h in (perhaps or {}).items() if key in map(str, arguments)), None)
+            for mistake, gives in mistakes(arguments, wanted).items():
+                if not numbers_agree(found, gives):
+                    hint = mistake
+            if found == "KeyError":
+                hint = "an unknown name is to be a ValueError: say which names there are"
             fail(
-                case=f"{function}({', '.join(map(repr, arguments))})",
+                case=call_text(function, arguments),
                 expected=wrong[0],
                 found=wrong[1],
                 line=ranks.definition(function),
@@ -487,7 +519,18 @@ def test_accounting_effective_bandwidth(ranks, rng):
     table.append((["all_gather", n, q, 0.01], n * (q - 1) / q / 0.01))
     table.append((["all_reduced", 8, 2, 0.01], "ValueError"))
     hints = {"reduce_scatter": "the factor 2 of an all-reduce comes from its two halves; a reduce-scatter is one half"}
-    expect_numbers(ranks, "effective_bandwidth", table, hints)
+
+    def mistakes(arguments: list, wanted: object) -> dict[str, object]:
+        if wanted == "ValueError":
+            return {}
+        return {
+            "the bandwidth is asked for in bytes per second, not in GB/s": wanted / 1e9,
+            "the bandwidth is asked for in bytes per second, not in GiB/s": wanted / 2**30,
+            "the bytes that this rank sent, divided by the seconds; not the size of the tensor": arguments[1]
+            / arguments[3],
+        }
+
+    expect_numbers(ranks, "effective_bandwidth", table, hints, mistakes)
 
 
 @check("accounting", "predicted time of ring, tree and recursive doubling", weight=3)
@@ -515,7 +558,18 @@ def test_accounting_collective_time(ranks, rng):
         (["broadcast", 8, 4, alpha, bandwidth, "recursive_doubling"], "ValueError"),
     ]
     hints = {"ring": "each step of a ring pays alpha once and moves nbytes / p"}
-    expect_numbers(ranks, "collective_time", table, hints)
+
+    def mistakes(arguments: list, wanted: object) -> dict[str, object]:
+        op, s, p, _, _, algorithm = arguments
+        if algorithm != "tree" or p == 1:
+            return {}
+        once = (alpha + s / bandwidth) * (2 if op == "all_reduce" else 1)
+        return {
+            "a tree over p ranks has a whole number of rounds: log2 p, rounded up": math.log2(p) * once,
+            "log2 p is rounded up, not down": (p.bit_length() - 1) * once,
+        }
+
+    expect_numbers(ranks, "collective_time", table, hints, mistakes)
 
 
 @check("accounting", "latency and bandwidth fitted to measured messages", weight=2)
@@ -529,4 +583,15 @@ def test_accounting_fit(ranks, rng):
         slope, level = np.polyfit(sizes, seconds, 1)
         table.append(([sizes, seconds], (float(level), float(1 / slope))))
     table += [(([[1000.0, 1000.0], [1e-6, 2e-6]]), "ValueError"), (([[1000.0], [1e-6]]), "ValueError")]
-    expect_numbers(ranks, "fit_alpha_beta", table)
+
+    def mistakes(arguments: list, wanted: object) -> dict[str, object]:
+        if wanted == "ValueError":
+            return {}
+        level, rate = wanted
+        return {
+            "the slope is seconds per byte; the bandwidth is one divided by it": (level, 1 / rate),
+            "the latency comes first, then the bandwidth": (rate, level),
+            "the slope, one divided by it, is the bandwidth: it comes second": (1 / rate, level),
+        }
+
+    expect_numbers(ranks, "fit_alpha_beta", table, mistakes=mistakes)

@@ -28,6 +28,25 @@ class Mutant:
 
 
 @dataclass(frozen=True)
+class Rewrite:
+    """The reference with a function written another way, and wrong, so that `problem` must fail.
+
+    Args:
+        problem: the problem that must lose points.
+        name: the mistake, in a few words.
+        source: the function's whole text; it may use whatever the reference's file defines.
+    """
+
+    problem: str
+    name: str
+    source: str
+
+    def apply(self, reference: str) -> str:
+        """The text of the wrong file: a later definition replaces an earlier one."""
+        return f"{reference}\n\n{self.source}"
+
+
+@dataclass(frozen=True)
 class Alternative:
     """The reference with one function done differently, so that `problem` must still pass in full.
 

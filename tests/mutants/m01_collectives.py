@@ -6,6 +6,7 @@ subgroups, on non-contiguous tensors or on sizes that p does not divide.
 """
 
 from tests.mutants import Alternative, Mutant
+from tests.mutants.m01_rewrites import REWRITES
 
 MUTANTS = [
     # The step that all functions share: one mistake here spoils several problems; the one named must fail.
@@ -795,6 +796,7 @@ p = len(gather_list)
         old="    if len({float(size) for size in nbytes}) < 2:\n",
         new="    if len(nbytes) < 2:\n",
     ),
+    *REWRITES,
 ]
 
 
