@@ -12,6 +12,8 @@ from tests.mutants import Alternative, Mutant, Rewrite
 
 ROOT = Path(__file__).parents[1]
 STUCK = "deadlock", "timeout"
+# What runs on ranks is to need no suite there: each rank would import it, and pytest with it.
+ALONE = '\n\nimport sys\n\nassert "pytest" not in sys.modules, "the rank has imported a suite"\n'
 
 
 def collection(module: str) -> object:
@@ -52,7 +54,7 @@ def test_points_add_up_to_100(module):
 @pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_reference_earns_everything(module, tmp_path):
-    report = grade(tmp_path, module, text_of(module))
+    report = grade(tmp_path, module, text_of(module) + ALONE)
     assert [c.message for m in report.modules for p in m.problems for c in p.checks if c.finding] == []
     assert report.score == report.max_score == 100
 

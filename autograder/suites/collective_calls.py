@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 import torch
 
 from autograder.lab.ledger import Event
-from autograder.lab.ranks import PerRank, Run
-from autograder.suites.kit import KINDS, Expect, difference, expect_nothing_left, fail
+from autograder.lab.ranks import Run
+from autograder.suites.kit import (
+    KINDS,
+    Expect,
+    as_is,
+    difference,
+    dtype_name,
+    expect_nothing_left,
+    fail,
+    hand_out,
+    laid_out,
+)
 
 # What a values check runs through: dtype and shape of one rank's tensor (of one chunk, where there are chunks).
 SHAPES = [
@@ -45,14 +55,15 @@ class Call:
     kept: set[int] = field(default_factory=set)
 
 
-def run_calls(context, function: str, names: list[str], calls: list[list], members: list[int] | None) -> list:
+def run_calls(
+    context, function: str, names: list[str], calls: list[list] | None, members: list[int] | None
+) -> list | None:
     """On a rank: make the calls one after the other, and hand back the arguments as they are afterwards."""
     group = context.group(members) if members else None
+    if calls is None:  # this rank is outside the group
+        return None
     after = []
     for name, arguments in zip(names, calls, strict=True):
-        if arguments is None:  # this rank is outside the group
-            after.append(None)
-            continue
         context.case(name)
         passed = [list(a) if isinstance(a, list) else a for a in arguments]
         returned = getattr(context.student, function)(*arguments, group)
@@ -82,20 +93,11 @@ class Draw:
             values = torch.randn(shape, generator=self.rng, dtype=torch.float64).to(self.dtype)
         else:  # too large for a float64 to hold exactly
             values = torch.randint(-(2**58), 2**58, shape, generator=self.rng).to(self.dtype)
-        if self.layout == "strided":
-            return torch.stack([values, torch.zeros_like(values)], dim=-1)[..., 0]
-        if self.layout == "transposed":
-            return values.transpose(0, -1).contiguous().transpose(0, -1)
-        return values
+        return laid_out(values, self.layout)
 
     def __str__(self) -> str:
-        text = f"{str(self.dtype).removeprefix('torch.')} of shape {list(self.shape)}"
+        text = f"{dtype_name(self.dtype)} of shape {list(self.shape)}"
         return f"{text}, {self.layout} (not contiguous)" if self.layout else text
-
-
-def as_is(tensor: torch.Tensor) -> Expect:
-    """The values that a tensor has now, exactly."""
-    return Expect(tensor.clone(), tensor.dtype, terms=0)
 
 
 def total(tensors: list[torch.Tensor]) -> Expect:
@@ -185,7 +187,7 @@ def all_to_all_call(draw: Draw, members: list[int], root: int) -> Call:
     arguments = [[[draw(length=int(lengths[i, r])) for i in range(p)], table[r]] for r in range(p)]
     expect = [[[as_is(table[i][r]) for i in range(p)], [as_is(t) for t in table[r]]] for r in range(p)]
     receives = [sum(table[i][r].numel() for i in range(p) if i != r) for r in range(p)]
-    name = f"{draw.dtype}"[6:] + f", lengths {lengths.tolist()}"
+    name = f"{dtype_name(draw.dtype)}, lengths {lengths.tolist()}"
     name += f", {draw.layout} (not contiguous)" if draw.layout else ""
     return Call(name, arguments, expect, receives, draw.dtype, kept={1})
 
@@ -206,10 +208,12 @@ CALLS: dict[str, Callable[[Draw, list[int], int], Call]] = {
 def make(ranks: Callable, function: str, calls: list[Call], world_size: int, members: list[int] | None = None) -> Run:
     """Run the calls on ranks, compare what every argument holds afterwards, and hand back the run for more."""
     places = members or list(range(world_size))
-    inputs = [[call.arguments[places.index(r)] if r in places else None for call in calls] for r in range(world_size)]
+    inputs = [[call.arguments[i] for call in calls] for i in range(len(places))]
     before = [[_flat(call.arguments[i]) for call in calls] for i in range(len(places))]
     before = [[[t.clone() for t in flat] for flat in mine] for mine in before]
-    run = ranks(run_calls, world_size, function, [c.name for c in calls], PerRank(inputs), members)
+    run = ranks(
+        run_calls, world_size, function, [c.name for c in calls], hand_out(inputs, members, world_size), members
+    )
     expect_nothing_left(run)
     for number, call in enumerate(calls):
         for i, rank in enumerate(places):
@@ -222,7 +226,7 @@ def make(ranks: Callable, function: str, calls: list[Call], world_size: int, mem
 
 def expect_dtype(call: Call, events: list[Event]) -> None:
     """All messages are in the dtype of the tensors."""
-    dtype = str(call.dtype).removeprefix("torch.")
+    dtype = dtype_name(call.dtype)
     for e in events:
         if e.numel and e.dtype != dtype:
             fail(

@@ -2,18 +2,25 @@
 
 A suite is a pytest file with a `MODULE` and functions marked with `check`. Each check gets the fixture `ranks`, which
 runs a function on ranks with the student's file loaded there, and compares what comes back here, in the driver.
+
+What runs on ranks uses nothing of this file: a function and the classes of its arguments travel with what they use in
+their own file, and anything else of the suites would be imported in every rank, pytest with it.
 """
 
 import contextlib
+import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from autograder.lab.findings import Finding
 from autograder.lab.ledger import Event
-from autograder.lab.ranks import OPTIMIZERS, Only, Run
+from autograder.lab.ranks import OPTIMIZERS, Only, PerRank, Run
 
 P2P_ONLY = Only(frozenset({"send", "recv"}), "build it from send, recv, isend, irecv and batch_isend_irecv")
 
@@ -103,6 +110,29 @@ def fail(
     raise CheckFailed(status, "", [(label, text) for label, text in facts if text])
 
 
+# --------------------------------------------------------------------------------------------------------- inputs
+
+
+def draw_int(rng: torch.Generator, low: int, high: int) -> int:
+    """A number from low to high - 1."""
+    return int(torch.randint(low, high, (1,), generator=rng))
+
+
+def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in memory that is not contiguous: "strided", with a gap after each, or "transposed"."""
+    if layout == "strided":
+        return torch.stack([values, torch.zeros_like(values)], dim=-1)[..., 0]
+    if layout == "transposed":
+        return values.transpose(0, -1).contiguous().transpose(0, -1)
+    return values
+
+
+def hand_out(items: Sequence, members: list[int] | None, world_size: int) -> PerRank:
+    """Item i for the i-th rank of a group, None for ranks outside; without members, item r for rank r."""
+    places = members or list(range(world_size))
+    return PerRank(items[places.index(r)] if r in places else None for r in range(world_size))
+
+
 # --------------------------------------------------------------------------------------------------------- values
 
 
@@ -115,6 +145,11 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in events and messages: "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -144,16 +179,21 @@ class Expect:
         return self.terms * torch.finfo(self.dtype).eps * size
 
 
+def as_is(tensor: torch.Tensor) -> Expect:
+    """The values that a tensor has now, exactly."""
+    return Expect(tensor.detach().clone(), tensor.dtype, terms=0)
+
+
 def difference(found: object, expect: Expect) -> tuple[str, str] | None:
     """(expected, found) in words where a value is not what it should be; None where it is."""
     wanted = expect.values
-    shape, dtype = list(wanted.shape), str(expect.dtype).removeprefix("torch.")
+    shape = list(wanted.shape)
     if not isinstance(found, torch.Tensor):
         return f"a tensor of shape {shape}", _what(found)
     if list(found.shape) != shape:
         return f"shape {shape}", f"shape {list(found.shape)}"
     if found.dtype != expect.dtype:
-        return f"dtype {dtype}", f"dtype {str(found.dtype).removeprefix('torch.')}"
+        return f"dtype {dtype_name(expect.dtype)}", f"dtype {dtype_name(found.dtype)}"
     exact = not expect.dtype.is_floating_point
     got = found if exact else found.double()
     ref = wanted.to(expect.dtype) if exact else wanted.double()
@@ -258,3 +298,52 @@ def numbers_agree(found: object, wanted: object, rtol: float = 1e-6) -> tuple[st
     if abs(found - wanted) <= rtol * abs(wanted):
         return None
     return f"{wanted:.9g}", f"{found:.9g}"
+
+
+# ------------------------------------------------------------------------------------------- module 00's training run
+
+SCHEDULE = ("max_lr", "min_lr", "warmup_steps", "cycle_steps", "cycle_mult")
+
+
+def learning_rate(
+    step: int, max_lr: float, min_lr: float, warmup_steps: int, cycle_steps: int, cycle_mult: float = 1.0
+) -> float:
+    """The learning rate of a step, by the formula in the docstring of `cosine_lr`."""
+    if step < warmup_steps:
+        return max_lr * step / warmup_steps
+    begin, length = warmup_steps, cycle_steps
+    while step >= begin + length:
+        begin, length = begin + length, round(cycle_mult * length)
+    return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * (step - begin) / length)) / 2
+
+
+@one_thread()
+def reference_run(model: nn.Module, tokens: np.ndarray, config: dict) -> dict:
+    """The run on one device that the docstring of module 00's `train` specifies, made here with a copy of the model.
+
+    AdamW is written out: torch.optim takes seconds to import.
+
+    Returns:
+        "losses", "lrs" (learning rates) and "batches" (the x of `get_batch`), each one item a step.
+    """
+    model = copy.deepcopy(model)
+    parameters = list(model.parameters())
+    means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
+    generator = torch.Generator().manual_seed(config["seed"])
+    context_length = config["context_length"]
+    found = {"losses": [], "lrs": [], "batches": []}
+    for step in range(config["steps"]):
+        starts = torch.randint(0, len(tokens) - context_length, (config["batch_size"],), generator=generator)
+        windows = torch.stack([torch.from_numpy(tokens[s : s + context_length + 1].astype(np.int64)) for s in starts])
+        loss = model.loss(windows[:, :-1], windows[:, 1:])
+        lr = learning_rate(step, **{name: config[name] for name in SCHEDULE})
+        with torch.no_grad():
+            for p, g, m, v in zip(parameters, torch.autograd.grad(loss, parameters), means, squares, strict=True):
+                m.lerp_(g, 0.1)
+                v.lerp_(g * g, 0.001)
+                p.mul_(1 - lr * config["weight_decay"])
+                p.sub_(lr * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8))
+        found["losses"].append(loss.item())
+        found["lrs"].append(lr)
+        found["batches"].append(windows[:, :-1])
+    return found

@@ -10,7 +10,7 @@ from autograder.lab import ledger
 from autograder.lab.findings import Finding
 from autograder.lab.ranks import Run
 from autograder.suites.collective_calls import ANY_SHAPE, CALLS, SHAPES, TREES, WORLD_SIZES, Call, Draw, make
-from autograder.suites.kit import P2P_ONLY, Module, Problem, check, fail, messages, numbers_agree
+from autograder.suites.kit import P2P_ONLY, Module, Problem, check, draw_int, fail, messages, numbers_agree
 
 MODULE = Module(
     "01_collectives",
@@ -488,10 +488,6 @@ def expect_numbers(
                 line=ranks.definition(function),
                 perhaps=hint,
             )
-
-
-def draw_int(rng: torch.Generator, low: int, high: int) -> int:
-    return int(torch.randint(low, high, (1,), generator=rng))
 
 
 @check("accounting", "bytes that one rank sends, for every collective", weight=3)

@@ -8,24 +8,21 @@ import numpy as np
 import torch
 
 from autograder.lab.gpt import tiny
-from autograder.suites.kit import Expect, check, difference, fail, numbers_agree
-from autograder.suites.test_00_baseline import (
+from autograder.suites.baseline_calls import (
     GENERATORS,
-    MODULE,
     batches,
     distinct_tokens,
-    draw_int,
     draw_schedule,
     draw_settings,
     expect_batch,
     expect_losses,
     expect_rates,
     expect_seeded,
-    fresh,
-    practised,
-    rebuilt,
     text,
 )
+from autograder.suites.checkpoint_calls import fresh, practised, rebuilt
+from autograder.suites.kit import as_is, check, difference, draw_int, fail, numbers_agree
+from autograder.suites.test_00_baseline import MODULE
 
 __all__ = ["MODULE"]
 
@@ -87,7 +84,7 @@ def test_checkpoint_hidden(ranks, rng):
     if wrong:
         fail(expected=f"iteration {wrong[0]}", found=wrong[1], line=ranks.definition("load_checkpoint"), **facts)
     for number, (momentum, got) in enumerate(zip(momenta, found, strict=True)):
-        wrong = difference(got, Expect(momentum, momentum.dtype, terms=0))
+        wrong = difference(got, as_is(momentum))
         if wrong:
             fail(
                 expected=f"momentum of parameter {number}: {wrong[0]}",

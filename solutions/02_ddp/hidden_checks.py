@@ -2,33 +2,19 @@
 
 import torch
 
-from autograder.suites.kit import check
-from autograder.suites.test_02_ddp import (
-    CAP,
-    MODULE,
-    Case,
-    Everything,
+from autograder.suites.ddp_averages import averaged, some_gradients, weighted
+from autograder.suites.ddp_calls import Case, draw, everything, expect_broadcast, expect_shards, inputs, make, terms
+from autograder.suites.ddp_training import (
     Training,
-    averaged,
-    check_shards,
-    draw,
-    expect_broadcast,
-    expect_buckets,
+    draw_settings,
     expect_losses,
-    expect_sent_in_backward,
-    fill,
-    inputs,
-    make,
     random_tokens,
-    reference_run,
     run_training,
-    settings,
     small_gpt,
-    some_gradients,
-    steps,
-    terms,
-    weighted,
 )
+from autograder.suites.ddp_wrappers import CAP, expect_buckets, expect_sent_in_backward, fill, mb, steps
+from autograder.suites.kit import check, draw_int, reference_run
+from autograder.suites.test_02_ddp import MODULE
 
 __all__ = ["MODULE"]
 
@@ -43,7 +29,7 @@ def uses(rng: torch.Generator, count: int, ranks: int) -> list[list[int]]:
     found = []
     for _ in range(ranks):
         order = torch.randperm(count, generator=rng).tolist()
-        found.append(order[: int(torch.randint(1, count + 1, (), generator=rng))])
+        found.append(order[: draw_int(rng, 1, count + 1)])
     return found
 
 
@@ -63,12 +49,12 @@ def expect_any_use(ranks, rng, wrapper: str) -> None:
 
 @check("shard_batch", "other sizes")
 def test_shard_batch_hidden(ranks, rng):
-    check_shards(ranks, [("21 rows", {"a": draw(rng, (21, 2)), "b": draw(rng, (14,), torch.bool)}, 7)])
+    expect_shards(ranks, [("21 rows", {"a": draw(rng, (21, 2)), "b": draw(rng, (14,), torch.bool)}, 7)])
 
 
 @check("broadcast_module", "other groups")
 def test_broadcast_module_hidden(ranks, rng):
-    expect_broadcast(ranks, [Everything(rng) for _ in range(3)], [4, None], members=[0, 2, 4])
+    expect_broadcast(ranks, [everything(rng) for _ in range(3)], [4, None], members=[0, 2, 4])
 
 
 @check("naive_sync", "gradients missing at random")
@@ -88,7 +74,7 @@ def expect_missing_at_random(ranks, rng, function: str) -> None:
     for mine, used in zip(gradients, uses(rng, 5, 4), strict=True):
         for i in set(range(5)) - set(used):
             mine[i] = None
-    make(ranks, [averaged(rng, function, "gradients missing at random", models, gradients)], 4)
+    make(ranks, [averaged(function, "gradients missing at random", models, gradients)], 4)
 
 
 @check("weighted_sync", "other numbers of samples")
@@ -107,7 +93,7 @@ def test_bucketed_hidden(ranks, rng):
     expect_any_use(ranks, rng, "BucketedDDP")
     sizes = some_sizes(rng, 9)
     models = [terms(rng, sizes) for _ in range(3)]
-    cap = int(torch.randint(80, 200, (), generator=rng)) * 4 / 2**20
+    cap = mb(draw_int(rng, 80, 200))
     case = Case("random sizes and a random cap", models, steps(rng, models), (cap,))
     run = make(ranks, [case], 3, "BucketedDDP")
     expect_buckets(run, case, 0, fill(sizes, cap), sizes, "float32")
@@ -116,7 +102,7 @@ def test_bucketed_hidden(ranks, rng):
 
 @check("train_ddp", "six ranks")
 def test_train_ddp_hidden(ranks, rng):
-    tokens, config = random_tokens(rng), settings(rng, 4)
+    tokens, config = random_tokens(rng), draw_settings(rng, 4)
     models = [small_gpt(rng) for _ in range(6)]
-    wanted, _ = reference_run(models[0], tokens, config)
+    wanted = reference_run(models[0], tokens, config)["losses"]
     expect_losses(ranks, run_training(ranks, models, tokens, Training(config)), wanted, list(range(6)), "6 ranks")
