@@ -54,9 +54,19 @@ def test_points_add_up_to_100(module):
 @pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_reference_earns_everything(module, tmp_path):
-    report = grade(tmp_path, module, text_of(module) + ALONE)
+    hidden = catalog.hidden_checks((catalog.find_module(module),))
+    report = grade(tmp_path, module, text_of(module) + ALONE, extra=hidden)
     assert [c.message for m in report.modules for p in m.problems for c in p.checks if c.finding] == []
     assert report.score == report.max_score == 100
+
+
+def test_hidden_checks_of_all_modules_go_together():
+    every = catalog.modules()
+    hidden = catalog.hidden_checks(every)
+    assert len(hidden) == len(every)
+    report = session.grade_modules(every, ROOT / "solutions", select="cosine_lr", extra=hidden)
+    assert report.perfect
+    assert "lr_hidden" in [c.name for m in report.modules for p in m.problems for c in p.checks]
 
 
 @pytest.mark.slow

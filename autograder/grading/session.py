@@ -64,6 +64,7 @@ def grade_modules(
         *("-p", "no:terminal"),
         *("-p", "no:unraisableexception"),  # it collects garbage ten times at the end: seconds, with torch loaded
         *("--capture", "no"),
+        *("--import-mode", "importlib"),  # the hidden checks of all modules are in files of one name
     ]
     options += ["--maxfail", "1"] * stop_at_first
     pytest.main([*options, *files], plugins=[selection])

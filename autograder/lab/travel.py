@@ -34,10 +34,13 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def pack(value: object, fn: Callable) -> bytes:
-    """Pickle by value what `fn` refers to in its own module, so that a rank need not import a suite or a notebook."""
-    module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    by_value = module is not None and module.__name__ != "__main__" and not module.__name__.startswith("autograder.lab")
-    if by_value:
+    """Pickle by value what is in `fn`'s own module and in suites, so that a rank imports neither those nor pytest."""
+    by_value = [
+        module for name, module in list(sys.modules.items())
+        if (name == getattr(fn, "__module__", None) and name != "__main__" and not name.startswith("autograder.lab"))
+        or name.startswith("autograder.suites.")
+    ]  # fmt: skip
+    for module in by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
         sources: dict[str, list[str]] = {}
@@ -45,7 +48,7 @@ def pack(value: object, fn: Callable) -> bytes:
         _Pickler(file, sources).dump(value)
         return pickle.dumps((sources, file.getvalue()))
     finally:
-        if by_value:
+        for module in by_value:
             cloudpickle.unregister_pickle_by_value(module)
 
 
