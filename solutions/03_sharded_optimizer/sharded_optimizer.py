@@ -190,10 +190,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         ### BEGIN SOLUTION
         mine = super().state_dict()  # all groups, and the state of what this rank owns under the right numbers
-        for state in mine["state"].values():
-            state.update({key: value.cpu() for key, value in state.items() if isinstance(value, Tensor)})
+        own = {
+            number: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+            for number, state in mine["state"].items()
+        }
         parts: list[dict] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(parts, mine["state"], group=self.group)
+        dist.all_gather_object(parts, own, group=self.group)
         everything = {number: state for part in parts for number, state in part.items()}
         return mine | {"state": dict(sorted(everything.items()))}
         ### END SOLUTION
@@ -204,8 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Of the state, this rank keeps only what belongs to its own parameters.
 
         Args:
-            state_dict: as `state_dict()` returns it; left as it is. The same on every rank, which may have it from a
-                file.
+            state_dict: as `state_dict()` returns it; the same on every rank, which may have it from a file.
 
         Raises:
             ValueError: its groups have other numbers of parameters than this optimizer's.
