@@ -1,16 +1,14 @@
-"""Module 03's optimizers, played and judged: one program for the student's optimizer on ranks and for the plain one on
-averaged gradients, and what is said where the two differ."""
+"""Module 03's optimizers, played: one program for the student's optimizer on ranks, and for the plain one on averaged
+gradients. What runs on ranks is here."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from autograder.lab import memory
-from autograder.lab.ranks import PerRank, Run
-from autograder.suites.kit import Expect, difference, expect_nothing_left, fail
 
 # ------------------------------------------------------------------------------------------------------------ cases
 
@@ -133,7 +131,8 @@ def play(context, wrapper: str | None, cases: list | None, members: list[int] | 
 
 def play_case(context, wrapper: str | None, group: object, case: dict) -> list:
     """The looks, saved states and what steps returned, in the order of the program."""
-    parameters = [nn.Parameter(t, requires_grad=i not in case["frozen"]) for i, t in enumerate(case["tensors"])]
+    own = copy.deepcopy(case["tensors"])  # other cases may start from the same ones; unlike clone it keeps the strides
+    parameters = [nn.Parameter(t, requires_grad=i not in case["frozen"]) for i, t in enumerate(own)]
     plain = getattr(torch.optim, case["optimizer"])
 
     def make(wrapper: str | None) -> torch.optim.Optimizer:
@@ -144,7 +143,7 @@ def play_case(context, wrapper: str | None, group: object, case: dict) -> list:
 
     def put(gradients: list[Tensor | None]) -> None:
         for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = None if gradient is None else gradient.clone(memory_format=torch.preserve_format)
+            p.grad = copy.deepcopy(gradient)
 
     optimizer, scheduler, saved, found = make(wrapper), None, None, []
     for kind, *rest in case["program"]:
@@ -207,7 +206,9 @@ def arrange(parameters: list[Tensor], groups: list | None, given: str) -> object
 def packed(state: object) -> dict | str:
     """A state dict in a form that survives the way to the driver: numbers as keys do not."""
     try:
-        entries = [[int(number), dict(each)] for number, each in state["state"].items()]
+        entries = [[number, dict(each)] for number, each in state["state"].items()]
+        if any(type(number) is not int for number, _ in entries):
+            return f"state with the keys {[number for number, _ in entries]!r}, which are not ints"
         return {"state": entries, "param_groups": [dict(g) for g in state["param_groups"]]}
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -244,204 +245,62 @@ def hold(context, wrapper: str, tensors: list, rounds: list, options: dict, stat
     return held
 
 
-# ------------------------------------------------------------------------------------------------------------- judging
+def train(context, wrapper: str | None, model: nn.Module, tokens: Tensor) -> dict:
+    """On a rank: some steps of a GPT on this rank's rows; without a wrapper on all of them, by the plain optimizer."""
+    context.case("a GPT with tied embeddings")
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    if wrapper is None:
+        optimizer, rows = torch.optim.AdamW(model.parameters(), **options), slice(None)
+    else:
+        optimizer = getattr(context.student, wrapper)(model.parameters(), torch.optim.AdamW, **options)
+        size = tokens.shape[1] // context.world_size
+        rows = slice(context.rank * size, (context.rank + 1) * size)
+    for batch in tokens:
+        optimizer.zero_grad()
+        model.loss(batch[rows, :-1], batch[rows, 1:]).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def sent(case: Case) -> dict:
-    """A case as it travels to a rank."""
-    return {name: getattr(case, name) for name in
-            ("name", "tensors", "frozen", "optimizer", "options", "groups", "given", "program")}  # fmt: skip
+def play_two(context, wrapper: str | None, first: dict, second: dict) -> list:
+    """On a rank: two optimizers by turns, each on parameters of its own."""
+    context.case("two optimizers by turns")
+    made = []
+    for case in (first, second):
+        parameters = [nn.Parameter(t) for t in case["tensors"]]
+        plain = getattr(torch.optim, case["optimizer"])
+        if wrapper is None:
+            made.append((parameters, plain(parameters, **case["options"]), case))
+        else:
+            made.append((parameters, getattr(context.student, wrapper)(parameters, plain, **case["options"]), case))
+    for turn in range(2):
+        for parameters, optimizer, case in made:
+            for p, gradient in zip(parameters, case["program"][turn][1], strict=True):
+                p.grad = gradient
+            optimizer.step()
+    kinds = [isinstance(optimizer, torch.optim.Optimizer) for _, optimizer, _ in made]
+    return [kinds, *[[p.detach() for p in parameters] for parameters, _, _ in made]]
 
 
-def reference(ranks: Callable, cases: list[Case]) -> list[list[dict]]:
-    """What the plain optimizer gives, on a rank that never loads the student's file."""
-    return ranks(play, 1, None, [sent(c) for c in cases], None).values[0]
+def owners(context, calls: list[tuple]) -> list:
+    """On a rank: each partition twice, from a list and from a tuple, and whether the list is as it was."""
+    seen = []
+    for numels, world_size in calls:
+        context.case(f"{numels} on {world_size} ranks")
+        mine = list(numels)
+        first = context.student.partition_parameters(mine, world_size)
+        second = context.student.partition_parameters(tuple(numels), world_size)
+        seen.append([list(first), list(second), mine == numels])
+    return seen
 
 
-def make(
-    ranks: Callable,
-    cases: list[Case],
-    p: int,
-    wrapper: str = "ShardedOptimizer",
-    members: list[int] | None = None,
-    wanted: list[Case] | None = None,
-) -> Run:
-    """Play the cases on p ranks (a group of them, if there are `members`), compare all looks, and hand back the run.
-
-    Args:
-        wanted: what one device would do; by default the same programs with averaged gradients.
-    """
-    places = members or list(range(p))
-    own: list = [None] * p
-    for i, rank in enumerate(places):
-        own[rank] = [sent(c.of(i)) for c in cases]
-    run = ranks(play, p, wrapper, PerRank(own), members)
-    wanted = wanted or [c.averaged(zeros=wrapper == "ZeroOptimizer") for c in cases]
-    references = reference(ranks, wanted)
-    for number, (case, single) in enumerate(zip(cases, references, strict=True)):
-        for i, rank in enumerate(places):
-            verdict = Verdict(ranks, run, wrapper, case, number, rank, i, len(places))
-            verdict.compare(single, run.values[places[0]][number])
-    expect_nothing_left(run)
-    return run
-
-
-class Verdict:
-    """One rank's part of one case, against what it must be.
-
-    Args:
-        ranks: the fixture.
-        run: on the student's ranks.
-        wrapper: the class.
-        case: with its `number`.
-        rank: global, and `i` in the group of `p`.
-    """
-
-    def __init__(
-        self, ranks: Callable, run: Run, wrapper: str, case: Case, number: int, rank: int, i: int, p: int
-    ) -> None:
-        self.ranks, self.run, self.wrapper, self.case = ranks, run, wrapper, case
-        self.number, self.rank, self.i, self.p = number, rank, i, p
-        self.line = ranks.definition(wrapper)
-
-    def compare(self, single: list[dict], first: list[dict]) -> None:
-        """All that the rank handed back: with what one device gives, and with the group's first rank."""
-        found = self.run.values[self.rank][self.number]
-        for k, wanted in enumerate(single):
-            kind = next(iter(wanted))
-            got = found[k] if k < len(found) else {}
-            if kind not in got:
-                self.fail(expected="step() without a closure returns None", found="something else")
-            if kind == "parameters":
-                self.compare_parameters(k, wanted, got, first[k])
-            elif kind == "closure":
-                self.compare_closure(got["closure"])
-            elif kind == "left" and any(got["left"]):
-                self.fail(
-                    expected=f"zero_grad clears the gradients of all parameters (rank {self.rank})",
-                    found=f"those of parameters {[i for i, size in enumerate(got['left']) if size]} are left",
-                    perhaps="the inner optimizer knows only the parameters that this rank owns; the others' gradients "
-                    "would be added to for ever",
-                )
-
-    def compare_parameters(self, k: int, wanted: dict, got: dict, first: dict) -> None:
-        for i, (tensor, value) in enumerate(zip(self.case.tensors, wanted["parameters"], strict=True)):
-            size = float(value.abs().max()) + 1 if value.numel() else 1.0
-            mine = got["parameters"][i]
-            wrong = difference(mine, Expect(value, tensor.dtype, 64 if tensor.dtype.itemsize > 2 else 4, size))
-            if wrong:
-                self.fail(
-                    expected=f"parameter {i} on rank {self.rank}, as the plain optimizer has it: {wrong[0]}",
-                    found=wrong[1],
-                    perhaps=self.misconception(k, i, mine) or self.case.perhaps,
-                )
-            if not torch.equal(mine, first["parameters"][i]):
-                self.fail(
-                    expected=f"the same parameter {i} on all ranks, bit for bit",
-                    found=f"rank {self.rank} has another one, by rounding",
-                    perhaps="the owner's parameter is what all ranks have to take over; who computes it for himself "
-                    "may round in another way",
-                )
-        for group, (options, mine) in enumerate(zip(wanted["options"], got["options"], strict=False)):
-            for key, value in options.items():
-                have = tuple(mine[key]) if isinstance(mine.get(key), list) else mine.get(key)
-                if have != (tuple(value) if isinstance(value, list) else value):
-                    self.fail(
-                        expected=f"param_groups[{group}][{key!r}] is {value}, as in the plain optimizer",
-                        found=f"{have}",
-                        perhaps="param_groups has all options, those that the inner optimizer fills in too: pass its "
-                        "`defaults` to Optimizer.__init__",
-                    )
-        if wanted["sizes"] != got["sizes"]:
-            self.fail(
-                expected=f"param_groups with {wanted['sizes']} parameters",
-                found=f"{got['sizes']}",
-                perhaps="a generator can be gone through only once: was it used up before Optimizer got it?"
-                if "generator" in self.case.given
-                else "param_groups of the wrapper has all parameters, whoever owns them",
-            )
-
-    def compare_closure(self, got: list) -> None:
-        calls, returned = got
-        loss = next(step[2] for step in self.case.program if step[0] == "closure")[self.i]
-        if len(calls) != 1:
-            self.fail(
-                expected=f"the closure is called once on every rank (rank {self.rank})",
-                found=f"{len(calls)} calls",
-                perhaps="a rank that owns nothing computes a part of the gradient all the same" if not calls else None,
-            )
-        if not calls[0]:
-            self.fail(
-                expected="the closure runs with gradients enabled",
-                found="without: its backward fails",
-                perhaps="step runs in no_grad; open torch.enable_grad() around the closure",
-            )
-        wrong = difference(returned, Expect(loss, loss.dtype, 0))
-        if wrong:
-            self.fail(
-                expected=f"step returns the closure's loss (rank {self.rank}): {wrong[0]}",
-                found=wrong[1],
-                perhaps="step ends without returning the loss, as it may well on a rank that owns nothing"
-                if returned is None
-                else None,
-            )
-
-    def misconception(self, k: int, i: int, found: object) -> str | None:
-        """What would have given this parameter: other readings of the program, played by the plain optimizer."""
-        suspects = list(self.suspects())
-        if not isinstance(found, Tensor) or not suspects:
-            return None
-        played = reference(self.ranks, [case for _, case in suspects])
-        for (text, _), looks in zip(suspects, played, strict=True):
-            value = looks[k]["parameters"][i]
-            if found.shape == value.shape and torch.allclose(found.double(), value, rtol=1e-5, atol=1e-7):
-                return text
-        return None
-
-    def suspects(self) -> Iterator[tuple[str, Case]]:
-        """Wrong readings of the case, each with what is thought in it."""
-        case, zeros = self.case, self.wrapper == "ZeroOptimizer"
-        right = case.averaged(zeros)
-        kinds = {step[0] for step in case.program}
-        if kinds & {"save", "load", "again", "plain"}:
-            return
-
-        def scaled(case: Case, factor: float) -> Case:
-            return case._with(lambda s: (s[0], [None if g is None else g.double() * factor for g in s[1]], *s[2:]))
-
-        if "closure" not in kinds:
-            yield (
-                "nothing has updated this parameter here: has its owner's new value been sent to all, in place?",
-                replace(right, program=[s for s in right.program if s[0] != "step"]),
-            )
-        if self.p > 1:
-            yield f"the gradients are added up over {self.p} ranks; their average is asked for", scaled(right, self.p)
-            own = replace(case.of(self.i), tensors=right.tensors)
-            yield "this rank's own gradients, not the average", scaled(own, 1)
-            yield "divided twice by the number of ranks", scaled(right, 1 / self.p)
-        if self.run.world_size != self.p:
-            yield (
-                f"divided by the {self.run.world_size} ranks of the default group; this group has {self.p}",
-                scaled(right, self.p / self.run.world_size),
-            )
-        if kinds & {"set", "advance"}:
-            yield (
-                "what is set in the wrapper's param_groups, by a scheduler for instance, never reaches the inner "
-                "optimizer, which does the work: they have different dicts",
-                replace(right, program=[s for s in right.program if s[0] not in ("set", "advance")]),
-            )
-        if case.groups and any(options for _, options in case.groups):
-            yield (
-                "the groups' own options are lost on the way to the inner optimizer",
-                replace(right, groups=[(positions, {}) for positions, _ in case.groups]),
-            )
-        if not zeros:
-            yield (
-                "a parameter that no rank has a gradient for is given zeros, and weight decay or momentum moves it",
-                case.averaged(zeros=True),
-            )
-
-    def fail(self, *, expected: str, found: str, perhaps: str | None = None) -> None:
-        events = [e for e in self.run.in_case(self.number) if e.rank == self.rank]
-        line = events[-1] if events else self.line
-        fail(case=self.case.name, expected=expected, found=found, line=line, perhaps=perhaps)
+def call_ledger(context, table: list[tuple]) -> list:
+    """On a rank: one number, or the name of the error, for each row."""
+    results = []
+    for arguments, options in table:
+        context.case(f"model_state_bytes{tuple(arguments)}")
+        try:
+            results.append(context.student.model_state_bytes(*arguments, **options))
+        except (ValueError, LookupError, ArithmeticError) as error:
+            results.append(type(error).__name__)
+    return results
