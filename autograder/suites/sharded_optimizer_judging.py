@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from autograder.lab import ranks as lab_ranks
 from autograder.lab.ranks import PerRank, Run
 from autograder.suites.kit import Expect, difference, expect_nothing_left, fail, numbers_agree
 from autograder.suites.sharded_optimizer_calls import (
@@ -29,9 +30,14 @@ def sent(case: Case) -> dict:
             ("name", "tensors", "frozen", "optimizer", "options", "groups", "given", "program")}  # fmt: skip
 
 
-def reference(ranks: Callable, cases: list[Case]) -> list[list[dict]]:
-    """What the plain optimizer gives, on a rank that never loads the student's file."""
-    return ranks(play, 1, None, [sent(c) for c in cases], None).values[0]
+def alone(fn: Callable, *args: object) -> object:
+    """What a function gives on a rank of its own, which has nothing of the student's."""
+    return lab_ranks.run(fn, 1, *args).values[0]
+
+
+def reference(cases: list[Case]) -> list[list[dict]]:
+    """What the plain optimizer gives."""
+    return alone(play, None, [sent(c) for c in cases], None)
 
 
 @dataclass
@@ -53,19 +59,16 @@ class Batch:
 
 def make_all(ranks: Callable, batches: list[Batch], wrapper: str = "ShardedOptimizer") -> list[tuple[Run, list]]:
     """Play batches on ranks and compare all looks; hand back each run, and what the plain optimizer gave."""
-    runs = []
-    for batch in batches:
-        own: list = [None] * batch.p
-        for i, rank in enumerate(batch.members or range(batch.p)):
-            own[rank] = [sent(c.of(i)) for c in batch.cases]
-        runs.append(ranks(play, batch.p, wrapper, PerRank(own), batch.members))
     zeros = wrapper == "ZeroOptimizer"
     wanted = [batch.wanted or [c.averaged(zeros) for c in batch.cases] for batch in batches]
-    singles = iter(reference(ranks, [case for cases in wanted for case in cases]))
+    singles = iter(reference([case for cases in wanted for case in cases]))
     found = []
-    for batch, run in zip(batches, runs, strict=True):
+    for batch in batches:
+        places, own = batch.members or list(range(batch.p)), [None] * batch.p
+        for i, rank in enumerate(places):
+            own[rank] = [sent(c.of(i)) for c in batch.cases]
+        run = ranks(play, batch.p, wrapper, PerRank(own), batch.members)
         found.append((run, [next(singles) for _ in batch.cases]))
-        places = batch.members or list(range(batch.p))
         for number, (case, single) in enumerate(zip(batch.cases, found[-1][1], strict=True)):
             for i, rank in enumerate(places):
                 verdict = Verdict(ranks, run, wrapper, case, number, rank, i, len(places))
@@ -186,7 +189,7 @@ class Verdict:
         suspects = list(self.suspects())
         if not isinstance(found, Tensor) or not suspects:
             return None
-        played = reference(self.ranks, [case for _, case in suspects])
+        played = reference([case for _, case in suspects])
         for (text, _), looks in zip(suspects, played, strict=True):
             value = looks[k]["parameters"][i]
             if found.shape == value.shape and torch.allclose(found.double(), value, rtol=1e-5, atol=1e-7):

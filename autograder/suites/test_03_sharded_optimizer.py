@@ -16,6 +16,7 @@ from autograder.suites.kit import Expect, Module, Problem, check, difference, ex
 from autograder.suites.sharded_optimizer_calls import Case, gradients, play_two, steps, train, unpacked, values
 from autograder.suites.sharded_optimizer_judging import (
     Batch,
+    alone,
     expect_ledger,
     expect_owners,
     expect_state,
@@ -49,7 +50,7 @@ MODULE = Module(
 SGD = {"optimizer": "SGD", "options": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
 ADAMW = {"optimizer": "AdamW", "options": {"lr": 0.1, "weight_decay": 0.1}}
 AMSGRAD = {"optimizer": "Adam", "options": {"lr": 0.1, "betas": (0.8, 0.9), "amsgrad": True}}
-OPTIMIZER_KINDS = (ADAMW, SGD, AMSGRAD)
+OPTIMIZER_KINDS = (SGD, ADAMW, AMSGRAD)
 SHAPES = [(5, 3), (7,), (1,), (2, 2, 2), (11,), (3,)]
 
 
@@ -111,8 +112,8 @@ def expect_plain(ranks: Callable, rng: torch.Generator, wrapper: str) -> None:
     make_all(ranks, batches, wrapper)
 
 
-def expect_missing(ranks: Callable, rng: torch.Generator, wrapper: str) -> None:
-    """A gradient that some ranks lack counts as zero; a parameter that is frozen stays."""
+def missing_cases(rng: torch.Generator) -> list[Case]:
+    """A gradient that some of 3 ranks lack counts as zero; a parameter that is frozen stays."""
     cases = []
     for name, absent in (
         ("parameter 1 has no gradient on rank 0", {0: [1]}),
@@ -131,22 +132,21 @@ def expect_missing(ranks: Callable, rng: torch.Generator, wrapper: str) -> None:
     start = tensors(rng, [(7,), (5,), (3,), (4,)])
     frozen = {r: [1, 3] for r in range(3)}
     program = steps(rng, start, 3, absent=frozen)
-    cases.append(Case("parameters 1 and 3 are frozen", start, program, frozen=frozenset([1, 3]), **ADAMW))
-    make(ranks, cases, 3, wrapper)
+    return [*cases, Case("parameters 1 and 3 are frozen", start, program, frozen=frozenset([1, 3]), **ADAMW)]
 
 
-def expect_few(ranks: Callable, rng: torch.Generator, wrapper: str) -> None:
-    """Fewer parameters, or elements, than ranks."""
+def few_cases(rng: torch.Generator) -> list[Case]:
+    """Fewer parameters, or elements, than 3 ranks."""
     cases = []
     for shapes in ([(3,), (2, 2)], [(1,)], [(0,), (5,), (2, 0)], [(0,)]):
         start = tensors(rng, shapes)
-        name = f"{len(shapes)} parameters, of {', '.join(str(t.numel()) for t in start)} elements, on 4 ranks"
-        cases.append(Case(name, start, steps(rng, start, 4, 2), **ADAMW))
-    make(ranks, cases, 4, wrapper)
+        name = f"{len(shapes)} parameters, of {', '.join(str(t.numel()) for t in start)} elements, on 3 ranks"
+        cases.append(Case(name, start, steps(rng, start, 3, 2), **ADAMW))
+    return cases
 
 
-def expect_closure(ranks: Callable, rng: torch.Generator, wrapper: str) -> None:
-    """A closure is called once, before averaging, and its loss comes back."""
+def closure_cases(rng: torch.Generator) -> list[Case]:
+    """On 3 ranks a closure is called once, before averaging, and its loss comes back."""
     cases = []
     for shapes in (SHAPES, [(4,)]):
         start = tensors(rng, shapes)
@@ -156,18 +156,15 @@ def expect_closure(ranks: Callable, rng: torch.Generator, wrapper: str) -> None:
             program += [("closure", gradients(rng, start, 3), losses), ("look",)]
         cases.append(Case(f"step(closure), {len(shapes)} parameters on 3 ranks", start, program, **SGD))
         cases[-1].perhaps = "the closure computes new gradients: average after it, not before"
-    make(ranks, cases, 3, wrapper)
+    return cases
 
 
-def expect_subgroup(ranks: Callable, rng: torch.Generator, wrapper: str) -> None:
+def subgroup(rng: torch.Generator, members: list[int]) -> Batch:
     """A group of some of the ranks."""
-    batches = []
-    for members, p in (([1, 3], 4), ([1, 2, 4], 5)):
-        start = tensors(rng)
-        case = Case(f"a group of ranks {members}", start, steps(rng, start, len(members)), **SGD)
-        case.perhaps = "owners are numbered within the group: rank 0 of the group is not rank 0 of all"
-        batches.append(Batch([case], p, members))
-    make_all(ranks, batches, wrapper)
+    start = tensors(rng)
+    case = Case(f"a group of ranks {members}", start, steps(rng, start, len(members)), **SGD)
+    case.perhaps = "owners are numbered within the group: rank 0 of the group is not rank 0 of all"
+    return Batch([case], max(members) + 1, members)
 
 
 def expect_kinds(ranks: Callable, rng: torch.Generator, wrapper: str) -> None:
@@ -194,7 +191,7 @@ def expect_gpt(ranks: Callable, rng: torch.Generator, wrapper: str) -> None:
     torch.manual_seed(int(torch.randint(0, 10**6, (), generator=rng)))
     model = gpt.tiny(layers=1, width=16, vocab_size=32, context_length=8, tied=True)
     tokens = torch.randint(0, 32, (3, 6, 9), generator=rng)
-    single = ranks(train, 1, None, model, tokens).values[0]
+    single = alone(train, None, model, tokens)
     run = ranks(train, 2, wrapper, model, tokens)
     for rank in range(2):
         for name, wanted in single.items():
@@ -227,17 +224,17 @@ def test_sharded_memory(ranks, rng):
 
 @check("sharded_optimizer", "gradients that are missing, frozen parameters", weight=4)
 def test_sharded_missing(ranks, rng):
-    expect_missing(ranks, rng, "ShardedOptimizer")
+    make(ranks, missing_cases(rng), 3)
 
 
 @check("sharded_optimizer", "fewer parameters than ranks, empty ones", weight=3)
 def test_sharded_few(ranks, rng):
-    expect_few(ranks, rng, "ShardedOptimizer")
+    make(ranks, few_cases(rng), 3)
 
 
 @check("sharded_optimizer", "a closure is called once, and step returns its loss", weight=3)
 def test_sharded_closure(ranks, rng):
-    expect_closure(ranks, rng, "ShardedOptimizer")
+    make(ranks, closure_cases(rng), 3)
 
 
 @check("sharded_optimizer", "zero_grad clears all gradients, on every rank; a group that is added later", weight=4)
@@ -256,7 +253,7 @@ def test_sharded_add_group(ranks, rng):
 
 @check("sharded_optimizer", "a group of some of the ranks", weight=2)
 def test_sharded_subgroup(ranks, rng):
-    expect_subgroup(ranks, rng, "ShardedOptimizer")
+    make_all(ranks, [subgroup(rng, [1, 3]), subgroup(rng, [1, 2, 4])])
 
 
 @check("sharded_optimizer", "several dtypes, and tensors that are not contiguous", weight=2)
@@ -275,7 +272,7 @@ def test_sharded_gpt(ranks, rng):
 INTERLEAVED = [([0, 2, 4], {"lr": 0.03, "weight_decay": 0.2}), ([1, 3, 5], {"weight_decay": 0.0})]
 
 
-def expect_schedules(ranks: Callable, rng: torch.Generator, wrapper: str, p: int) -> None:
+def schedule_cases(rng: torch.Generator, p: int) -> list[Case]:
     """Learning rates and other options that change at the wrapper take effect."""
     cases = []
     for kind, name, options in (
@@ -293,11 +290,10 @@ def expect_schedules(ranks: Callable, rng: torch.Generator, wrapper: str, p: int
         ("step", gradients(rng, start, p)), ("set", 0, {"lr": 0.0}), ("set", 1, {"lr": 0.5, "momentum": 0.0}),
         ("step", gradients(rng, start, p)), ("look",), ("set", 0, {"lr": 0.2}), *steps(rng, start, p, 1),
     ]  # fmt: skip
-    cases.append(Case("lr and momentum set by hand, one lr to 0", start, program, groups=INTERLEAVED, **SGD))
-    make(ranks, cases, p, wrapper)
+    return [*cases, Case("lr and momentum set by hand, one lr to 0", start, program, groups=INTERLEAVED, **SGD)]
 
 
-def expect_groups(ranks: Callable, rng: torch.Generator, wrapper: str, p: int) -> None:
+def group_cases(rng: torch.Generator, p: int) -> list[Case]:
     """Each group has its own options, the others' defaults, and both can be read."""
     cases = []
     for kind in OPTIMIZER_KINDS:
@@ -305,18 +301,17 @@ def expect_groups(ranks: Callable, rng: torch.Generator, wrapper: str, p: int) -
         case = Case(f"{kind['optimizer']}, two groups that interleave", start, steps(rng, start, p, 2), **kind)
         cases.append(replace(case, groups=INTERLEAVED, given="dicts"))
     start = tensors(rng)
-    cases.append(Case("AdamW with no options at all", start, steps(rng, start, p, 2), "AdamW", {}))
-    make(ranks, cases, p, wrapper)
+    return [*cases, Case("AdamW with no options at all", start, steps(rng, start, p, 2), "AdamW", {})]
 
 
 @check("schedules_and_groups", "each group has its own learning rate and weight decay", weight=4)
 def test_groups_options(ranks, rng):
-    expect_groups(ranks, rng, "ShardedOptimizer", 3)
+    make(ranks, group_cases(rng, 3), 3)
 
 
 @check("schedules_and_groups", "what a scheduler sets in the wrapper takes effect", weight=7)
 def test_groups_schedules(ranks, rng):
-    expect_schedules(ranks, rng, "ShardedOptimizer", 2)
+    make(ranks, schedule_cases(rng, 2), 2)
 
 
 @check("schedules_and_groups", "parameters given as a list, a generator, dicts, dicts with generators", weight=4)
@@ -339,7 +334,7 @@ def test_groups_two_optimizers(ranks, rng):
     for shapes, kind in ((SHAPES, ADAMW), ([(4,), (9,)], SGD)):
         start = tensors(rng, shapes)
         cases.append(Case("one of two optimizers", start, steps(rng, start, 2, 2), **kind))
-    single = ranks(play_two, 1, None, *[sent(c.averaged(False)) for c in cases]).values[0]
+    single = alone(play_two, None, *[sent(c.averaged(False)) for c in cases])
     own = [PerRank([sent(c.of(r)) for r in range(2)]) for c in cases]
     run = ranks(play_two, 2, "ShardedOptimizer", *own)
     line = ranks.definition("ShardedOptimizer")
@@ -441,7 +436,7 @@ def test_state_dict_other_world(ranks, rng):
 def test_state_dict_from_plain(ranks, rng):
     before = [state_case(rng, 3, kind, [("set", 0, {"lr": 0.05}), ("save",), ("look",)]) for kind in OPTIMIZER_KINDS]
     cases, wanted = [], []
-    for case, looks in zip(before, reference(ranks, [c.averaged(False) for c in before]), strict=True):
+    for case, looks in zip(before, reference([c.averaged(False) for c in before]), strict=True):
         later, single = resumed(case, "a plain optimizer's state", looks, steps(rng, case.tensors, 3, 2))
         later.perhaps = "learning rates come with the state, and each rank takes its parameters' part of it"
         cases.append(later)
@@ -450,7 +445,7 @@ def test_state_dict_from_plain(ranks, rng):
     start = [values(rng, (3000,), torch.float32) for _ in range(8)]
     options = {"lr": 0.01, "amsgrad": True}
     case = Case("", start, [("step", gradients(rng, start, 1)[0]), ("save",)], "Adam", options)
-    saved = unpacked(item(reference(ranks, [case])[0], "saved"))
+    saved = unpacked(item(reference([case])[0], "saved"))
     expect_state_memory(ranks, rng, "ShardedOptimizer", 4, saved, start)
 
 
@@ -484,23 +479,19 @@ def test_zero2_memory(ranks, rng):
 
 @check("zero2", "groups with their own options, and schedulers", weight=3)
 def test_zero2_groups(ranks, rng):
-    expect_groups(ranks, rng, "ZeroOptimizer", 3)
-    expect_schedules(ranks, rng, "ZeroOptimizer", 2)
+    make(ranks, group_cases(rng, 3) + schedule_cases(rng, 3), 3, "ZeroOptimizer")
 
 
 @check("zero2", "missing gradients count as zero; frozen, few and empty parameters", weight=3)
 def test_zero2_missing(ranks, rng):
-    expect_missing(ranks, rng, "ZeroOptimizer")
-    expect_few(ranks, rng, "ZeroOptimizer")
+    make(ranks, missing_cases(rng) + few_cases(rng), 3, "ZeroOptimizer")
 
 
 @check("zero2", "a closure, a group of some of the ranks, zero_grad", weight=2)
 def test_zero2_closure(ranks, rng):
-    expect_closure(ranks, rng, "ZeroOptimizer")
-    expect_subgroup(ranks, rng, "ZeroOptimizer")
     start = tensors(rng)
-    case = Case("zero_grad after a step", start, [("step", gradients(rng, start, 2)), ("zero",)], **SGD)
-    make(ranks, [case], 2, "ZeroOptimizer")
+    cleared = Case("zero_grad after a step", start, [("step", gradients(rng, start, 3)), ("zero",)], **SGD)
+    make_all(ranks, [Batch([*closure_cases(rng), cleared], 3), subgroup(rng, [1, 3])], "ZeroOptimizer")
 
 
 @check("zero2", "tensors that are not contiguous, three dtypes, a GPT with tied weights", weight=2)
