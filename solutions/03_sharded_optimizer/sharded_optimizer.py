@@ -166,7 +166,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         ### BEGIN SOLUTION
         parameters = list(self.owner)
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=parameters[0].device)
+        device = parameters[0].device if parameters else "cpu"
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=device)
         dist.all_reduce(has, group=self.group)
         used = [p for p, ranks in zip(parameters, has.tolist(), strict=True) if ranks > 0]
         for p in used:
