@@ -9,7 +9,9 @@ from autograder.lab.memory import (
     Memory,
     block_activation_bytes,
     gpt_activation_bytes,
+    live_bytes,
     measure,
+    optimizer_state_bytes,
     saved_bytes,
     state_bytes_per_parameter,
     storage_bytes,
@@ -80,3 +82,25 @@ def test_memory_prints():
     memory = Memory(4000, 4000, 8000, 500)
     assert memory.total == 16_500
     assert "optimizer state            8,000 bytes" in str(memory)
+
+
+def test_live_bytes_are_those_of_what_is_held():
+    before = live_bytes()
+    held = [torch.zeros(1000), {"view": torch.zeros(500)[:10]}]
+    assert live_bytes() - before == 6000
+    held[1]["same"] = held[0][5:]
+    assert live_bytes() - before == 6000
+    held.clear()
+    assert live_bytes() == before
+
+
+def test_optimizer_state_bytes_are_those_of_all_optimizers():
+    before = optimizer_state_bytes()
+    weights = [nn.Parameter(torch.zeros(1000)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([w], momentum=0.9) for w in weights]
+    for weight, optimizer in zip(weights, optimizers, strict=True):
+        weight.grad = torch.ones(1000)
+        optimizer.step()
+    assert optimizer_state_bytes() - before == 8000
+    optimizers.clear()
+    assert optimizer_state_bytes() - before <= 4000  # the loop's variable holds the last one

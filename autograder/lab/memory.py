@@ -8,6 +8,7 @@ reserve.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -63,6 +64,25 @@ def measure(
         0 if optimizer is None else storage_bytes(_tensors(dict(optimizer.state))),
         0 if forward is None else saved_bytes(forward, model.parameters()),
     )
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that anything in this process's Python code holds, whoever made them.
+
+    Of what a rank holds it tells what the rank has made itself. Not seen are tensors that only autograd's graph holds.
+    """
+    return storage_bytes(t for t in _living(Tensor) if t.layout == torch.strided and not t.is_meta)
+
+
+def optimizer_state_bytes() -> int:
+    """Bytes of the state of all torch optimizers that there are in this process, each storage once."""
+    return storage_bytes(t for optimizer in _living(torch.optim.Optimizer) for t in _tensors(dict(optimizer.state)))
+
+
+def _living(kind: type) -> list:
+    """All objects of a class that the garbage collector knows."""
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

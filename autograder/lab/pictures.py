@@ -320,6 +320,69 @@ def recursive_doubling(p: int = 8) -> Figure:
     return _rounds([{r} for r in range(p)], plan, add=True)
 
 
+# Model state ------------------------------------------------------------------------------------------------
+
+
+def stages(p: int = 4) -> Figure:
+    """What each rank holds under plain data parallelism and the three stages of ZeRO; dashed: held by another rank."""
+    kinds = ("parameters", "gradients", "state")
+    held = {"plain": (), "stage 1": kinds[2:], "stage 2": kinds[1:], "stage 3": kinds}
+    pitch, left = 3 * 1.5 + 0.7, 2.2
+    figure, ax = _canvas(left + len(held) * pitch, p * 1.35 + 2.9)
+    for column, (title, divided) in enumerate(held.items()):
+        x0 = left + column * pitch
+        _text(ax, x0 + 2.15, 0.45, title, weight="bold")
+        for k, kind in enumerate(kinds):
+            x = x0 + 1.5 * k
+            for r in range(p):
+                y = 1 + 1.35 * r
+                if column == k == 0:
+                    _text(ax, left - 0.3, y + 0.5, f"rank {r}", ha="right")
+                for part in range(p):
+                    mine = kind not in divided or part == r
+                    colour = _tint(RANK[r % len(RANK)]) if mine else "white"
+                    style = {"ec": INK, "lw": 0.6} if mine else {"ec": FAINT, "lw": 0.6, "ls": (0, (2, 2))}
+                    ax.add_patch(Rectangle((x, y + part / p), 1.25, 1 / p, fc=colour, **style))
+            turned = {"rotation": 90, "ha": "center", "va": "top", "fontsize": TEXT, "color": INK}
+            ax.text(x + 0.62, 1 + 1.35 * p, kind, **turned)
+    return figure
+
+
+def flat_buffer(sizes: Mapping[str, int], p: int = 4) -> Figure:
+    """Parameters one after the other in a flat buffer, and the cuts that divide it among p ranks.
+
+    Args:
+        sizes: name of each parameter -> its elements.
+        p: number of ranks; the buffer is padded to a multiple of it.
+    """
+    total = sum(sizes.values())
+    shard = -(-total // p)
+    left, wide = 2.9, 17.0
+    unit = wide / (p * shard)
+    figure, ax = _canvas(left + wide + 0.2, 4.4)
+    start = 0
+    for name, n in [*sizes.items(), ("padding", p * shard - total)]:
+        style = (
+            {"fc": "#F7F7F7", "ec": INK, "lw": 0.8}
+            if name != "padding"
+            else {"fc": "white", "ec": FAINT, "hatch": "///"}
+        )
+        if n:
+            ax.add_patch(Rectangle((left + start * unit, 0.9), n * unit, 1, **style))
+        if n and name != "padding":
+            _text(ax, left + (start + n / 2) * unit, 1.4, name)
+        start += n
+    for r in range(p):
+        x = left + r * shard * unit
+        ax.add_patch(Rectangle((x, 2.6), shard * unit, 1, fc=_tint(RANK[r % len(RANK)]), ec=INK, lw=0.8))
+        _text(ax, x + shard * unit / 2, 3.1, f"rank {r}: {shard} elements")
+        if r:
+            ax.plot([x, x], [0.6, 3.9], color=INK, lw=1, ls=(0, (3, 2)))
+    for y, label in ((1.4, "parameters"), (3.1, "shards")):
+        _text(ax, left - 0.3, y, label, ha="right", weight="bold")
+    return figure
+
+
 # Curves -----------------------------------------------------------------------------------------------------
 
 
