@@ -32,6 +32,7 @@ from autograder.suites.kit import (
     fail,
     numbers_agree,
     one_thread,
+    timeline,
 )
 
 MODULE = Module(
@@ -351,16 +352,6 @@ def misconception(
 
 
 # --------------------------------------------------------------------------------------------------------- the order
-
-
-def timeline(run: Run, rank: int, number: int) -> list[Event]:
-    """All that one rank did in one case, marks too, in order."""
-    chosen, seen = [], -1
-    for e in run.of(rank):
-        seen += e.op == "case"
-        if seen == number:
-            chosen.append(e)
-    return sorted(chosen, key=lambda e: e.order)
 
 
 def within(order: int | None, spans: list[Event]) -> bool:
