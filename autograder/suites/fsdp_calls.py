@@ -191,7 +191,7 @@ class Player:
         kept = {} if self.measured or kind == "backward" else {k: t.detach().clone() for k, t in tensors.items()}
         self.now["seen"].append([kind, index, kept, held])
 
-    def play(self, program: list[tuple]) -> list[dict]:
+    def go_through(self, program: list[tuple]) -> list[dict]:
         with self.live if self.measured else contextlib.nullcontext():
             return [self.do(*step) for step in program]
 
@@ -251,7 +251,7 @@ def play_cases(context, cases: list[tuple] | None, members: list[int] | None) ->
     for name, model, program, *settings in cases:
         context.case(name)
         player = Player(context, group, name, model, *settings)
-        results.append(player.play(program))
+        results.append(player.go_through(program))
     return results
 
 
@@ -405,27 +405,30 @@ class Played:
             now.seen.append((index, kept))
 
 
-def make(
-    ranks: Callable,
-    cases: list[Case],
-    world_size: int,
-    members: list[int] | None = None,
-    compare: bool = True,
-) -> Run:
-    """Play the cases on ranks, compare the weights and outputs of every forward, and hand back the run for more."""
+def play(ranks: Callable, cases: list[Case], world_size: int, members: list[int] | None = None) -> Run:
+    """Play the cases on ranks."""
     places = members or list(range(world_size))
     own: list = [None] * world_size
     for i, rank in enumerate(places):
         own[rank] = [
             (c.name, c.models[i], c.programs[i], c.settings, (c.lr, c.decay), c.measured, c.checkpointed) for c in cases
         ]
-    run = ranks(play_cases, world_size, PerRank(own), members)
-    if compare:
-        for number, case in enumerate(cases):
-            wanted = Played(case).steps
-            for i, rank in enumerate(places):
-                for step, found in enumerate(run.values[rank][number]):
-                    compare_step(ranks, run, case, number, (i, rank), step, wanted[step], found)
+    return ranks(play_cases, world_size, PerRank(own), members)
+
+
+def judge(ranks: Callable, run: Run, cases: list[Case], members: list[int] | None = None) -> None:
+    """Compare the weights and outputs of every forward of the cases, the first ones of this run."""
+    for number, case in enumerate(cases):
+        wanted = Played(case).steps
+        for i, rank in enumerate(members or range(run.world_size)):
+            for step, found in enumerate(run.values[rank][number]):
+                compare_step(ranks, run, case, number, (i, rank), step, wanted[step], found)
+
+
+def make(ranks: Callable, cases: list[Case], world_size: int, members: list[int] | None = None) -> Run:
+    """Play the cases, compare what they show, and hand back the run for more."""
+    run = play(ranks, cases, world_size, members)
+    judge(ranks, run, cases, members)
     expect_nothing_left(run)
     return run
 
