@@ -160,8 +160,6 @@ MUTANTS = [
            DONE.replace("if flat.shard.requires_grad:", "if flat.shard.requires_grad and flat.params[-1].grad is not None:")),
     Mutant("gradients", "a shared parameter belongs to the last unit that has it, and is gathered with it only", HOME,
            "            home = places[-1] if places else self.root\n"),
-    Mutant("gradients", "the gradient of a tied weight is divided by its uses", "                part.copy_(p.grad)\n",
-           "                part.copy_(p.grad / max(1, self.params.count(p)) / (2 if p.shape == (5, 5) else 1))\n"),
     Mutant("gradients", "gradients of all dtypes in float32", "        flat = self.shard.new_zeros(self.size * self.length)\n",
            "        flat = self.shard.new_zeros(self.size * self.length, dtype=torch.float32)\n"),
     Mutant("gradients", "one dtype for a unit", KINDS + "        self.units",
@@ -172,9 +170,6 @@ MUTANTS = [
     Mutant("prefetch", "in backward, the next unit", BACK_AHEAD,
            BACK_AHEAD.replace("0 < i < self.root", "i + 1 < self.root").replace("i - 1", "i + 1")),
     Mutant("prefetch", "gathers ahead and waits for it", AHEAD, AHEAD.replace("start_unshard", "unshard")),
-    Mutant("prefetch", "gathers ahead after the unit has computed", FREE,
-           "        if self.prefetch and i + 1 < self.root and torch.is_grad_enabled():\n            for flat in self.units[i + 1]:\n"
-           "                flat.start_unshard()\n" + FREE.replace("        if", "        if")),
     Mutant("prefetch", "gathers everything ahead", AHEAD,
            "        if self.prefetch:\n            for flat in self._flat_shards():\n                flat.start_unshard()\n"),
     Mutant("prefetch", "what was gathered ahead and not used stays", RESET, ""),
