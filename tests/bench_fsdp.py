@@ -69,7 +69,7 @@ def measure(context, ways: tuple[str, ...]) -> list:
 
 
 def medians(world_size: int, ways: tuple[str, ...] = WAYS) -> tuple[dict[str, float], dict[str, int]]:
-    """Of each way the median step time in seconds (of a step, the slowest rank's), and the largest rank's peak bytes."""
+    """Of each way the median step time in seconds (of the slowest rank), and the largest rank's peak bytes."""
     run = ranks.run(measure, world_size, ways, student=FILE, preload=PRELOAD, timeout=300)
     times = {way: statistics.median(map(max, zip(*(v[0][way] for v in run.values), strict=True))) for way in ways}
     return times, {way: max(v[1][way] for v in run.values) for way in ways}

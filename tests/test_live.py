@@ -24,7 +24,7 @@ def test_counts_what_is_held_and_forgets_what_is_dropped():
         b.untyped_storage().resize_(0)
         assert live.nbytes() == 0
         b.untyped_storage().resize_(2 * KB)
-        assert live.nbytes() == 2 * KB
+        assert live.nbytes() == live.settled() == 2 * KB
 
 
 def test_views_share_and_clones_do_not():
@@ -86,6 +86,31 @@ def test_peak():
         assert live.peak() == 4 * KB
     with pytest.raises(ValueError, match="peak=True"), LiveTensors() as live:
         live.peak()
+
+
+class Pair(torch.Tensor):
+    """A tensor made of two, as a DTensor is made of a local one; it claims their size."""
+
+    @staticmethod
+    def __new__(cls, a, b):
+        return torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return Pair(func(*[x.a for x in args]), func(*[x.b for x in args]))
+
+
+def test_a_wrapper_counts_as_what_is_in_it():
+    with LiveTensors() as live:
+        pair = Pair(kilobytes(1), kilobytes(1))
+        total = pair + pair
+        assert live.nbytes() == 4 * KB
+        del pair
+        assert live.nbytes() == 2 * KB
+    assert total.a.numel()
 
 
 def on_rank(context) -> list:

@@ -14,6 +14,7 @@ What is told apart is for the caller to say: by moments (what came between two o
 (`nbytes(without=...)`), or by sizes that it has chosen (`sizes()`).
 """
 
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -53,6 +54,17 @@ class LiveTensors(TorchDispatchMode):
         """Bytes of all live storages, but for those behind some tensors."""
         return sum(self.sizes(without))
 
+    def settled(self, seconds: float = 0.008) -> int:
+        """The fewest bytes that were live at any of a few moments of so long a time.
+
+        A message that has been waited for may be held a moment longer, by a thread of the backend.
+        """
+        fewest = self.nbytes()
+        for _ in range(4):
+            time.sleep(seconds / 4)
+            fewest = min(fewest, self.nbytes())
+        return fewest
+
     def sizes(self, without: Iterable[Tensor] = ()) -> list[int]:
         """Bytes of each live storage that has any, largest first, but for those behind some tensors."""
         excluded = {tensor.untyped_storage()._cdata for tensor in without}
@@ -76,6 +88,8 @@ class LiveTensors(TorchDispatchMode):
         return max(self._peak, self.nbytes())
 
     def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        if any(_is_wrapper(t) and t.__name__ != "FakeTensor" for t in types):  # a fake one only works out shapes
+            return NotImplemented  # a DTensor, say: its own handler runs first, and we see the tensors inside it
         out = func(*args, **(kwargs or {}))
         self._see_all((args, kwargs, out))
         if self._watch:
@@ -93,16 +107,20 @@ class LiveTensors(TorchDispatchMode):
                 self._see_all(part)
 
     def _see(self, tensor: Tensor) -> None:
-        if tensor.layout != torch.strided or (self.on_device and tensor.device.type != self.on_device):
+        if tensor.layout != torch.strided or tensor.is_meta or _is_wrapper(type(tensor)):
             return
-        try:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-        except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
+        if self.on_device and tensor.device.type != self.on_device:
             return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
         # While a weak reference is there, its address is not given to another storage.
         if key not in self._known:
             self._known[key] = _Weak(storage)
+
+
+def _is_wrapper(kind: type) -> bool:
+    """Whether tensors of this class are made of others, and have a storage for show only."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 class _Weak:

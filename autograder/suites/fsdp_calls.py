@@ -187,7 +187,7 @@ class Player:
 
     def watch(self, kind: str, index: int, tensors: dict[str, Tensor]) -> None:
         self.context.mark(f"{kind} {index}")
-        held = self.live.nbytes() if self.measured else 0
+        held = self.live.settled() if self.measured else 0
         kept = {} if self.measured or kind == "backward" else {k: t.detach().clone() for k, t in tensors.items()}
         self.now["seen"].append([kind, index, kept, held])
 
@@ -239,7 +239,7 @@ class Player:
         self.now["shards"] = [[p.detach().clone(), p.grad] for p in self.fsdp.parameters()]
 
     def rest(self) -> None:
-        self.now["held"] = self.live.nbytes()
+        self.now["held"] = self.live.settled()
 
 
 def play_cases(context, cases: list[tuple] | None, members: list[int] | None) -> list | None:
@@ -268,18 +268,18 @@ def shard_all(context, cases: list[tuple[str, list[Tensor], list[int]]], members
         held: list[int] = []
         with LiveTensors(params) as live:
             flat = context.student.FlatShard([params[i] for i in places], group)
-            held.append(live.nbytes())
+            held.append(live.settled())
             kept.append(flat.shard.detach().clone())
             for factor in (1, 2):
                 with torch.no_grad():
                     flat.shard.mul_(factor)
                 with context.span("unshard"):
                     flat.unshard()
-                held.append(live.nbytes(without=kept))
+                held.append(live.settled() - sum(t.nbytes for t in kept))
                 kept += [p.detach().clone() for p in params]
                 storages = len({p.untyped_storage().data_ptr() for p in params if p.numel()})
                 flat.reshard()
-                held.append(live.nbytes(without=kept))
+                held.append(live.settled() - sum(t.nbytes for t in kept))
         results.append([isinstance(flat.shard, nn.Parameter), kept, held, storages])
     return results
 

@@ -37,7 +37,7 @@ from autograder.suites.fsdp_calls import (
 )
 from autograder.suites.kit import Expect, Module, Problem, check, difference, expect_nothing_left, fail, timeline
 
-INSTEAD = "it is what this module builds; all_gather_into_tensor and reduce_scatter_tensor are enough"
+INSTEAD = "it is what this module builds; an all-gather and a reduce-scatter are enough"
 MODULE = Module(
     "04_fsdp",
     "Fully sharded data parallelism",
@@ -353,7 +353,7 @@ def expect_bounded(ranks: Callable, run: Run, case: Case, number: int, most: int
             extra = (held - rest["held"] - root) / unit
             backward = kind == "backward"
             limit = 2 * most if backward else most
-            if extra <= limit + 0.5:
+            if extra <= limit + (0.9 if backward else 0.5):  # activations, and the reduced shard of a gradient
                 continue
             count = {1: "one unit", 2: "two units"}[most]
             rule = f"besides shards and the root's unit, {count} of parameters" + (
@@ -757,7 +757,7 @@ def test_clip_and_save_clip(ranks, rng):
     for name, limits in (("clipped to 0.01", (0.01, 0.02)), ("not clipped", (1e3, 1e3))):
         program = [STEP, STEP, ("clip", limits[0]), UPDATE, STEP, ("clip", limits[1]), UPDATE, EVAL]
         perhaps = "every gradient is multiplied by min(1, max_norm / norm), on every rank"
-        cases.append(one_case(rng, 3, name, program, perhaps=perhaps))
+        cases.append(one_case(rng, 3, name, program, perhaps=perhaps, terms=10**9))
     run = play(ranks, cases, 3)
     for number in (0, 1):
         expect_norm(ranks, run, cases[number], number, step=2)

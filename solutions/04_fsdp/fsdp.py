@@ -27,6 +27,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+# Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # One unit's parameters
 
 
@@ -100,7 +104,7 @@ class FlatShard:
             return
         self.full.untyped_storage().resize_(self.nbytes)
         message = self.shard.detach().to(self.full.dtype)
-        self.work = dist.all_gather_into_tensor(self.full, message, self.group, async_op=True)
+        self.work = all_gather_single(self.full, message, self.group, async_op=True)
         ### END SOLUTION
 
     def unshard(self) -> None:
@@ -134,7 +138,7 @@ class FlatShard:
                 part.copy_(p.grad)
                 p.grad = None
         mine = torch.empty_like(self.shard)
-        dist.reduce_scatter_tensor(mine, flat, group=self.group)
+        reduce_scatter_single(mine, flat, group=self.group)
         mine /= self.size
         self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine
         ### END SOLUTION
@@ -143,7 +147,7 @@ class FlatShard:
         """The full values in the shard's own dtype, one tensor for each parameter; nothing stays gathered. A step."""
         ### BEGIN SOLUTION
         flat = self.shard.new_empty(self.size * self.length)
-        dist.all_gather_into_tensor(flat, self.shard.detach(), self.group)
+        all_gather_single(flat, self.shard.detach(), self.group)
         return self._parts(flat)
         ### END SOLUTION
 

@@ -6,7 +6,7 @@ backward over units that divide evenly, whose parameters are all used and traine
 
 from tests.mutants import Alternative, Mutant
 
-GATHER = "        self.work = dist.all_gather_into_tensor(self.full, message, self.group, async_op=True)\n"
+GATHER = "        self.work = all_gather_single(self.full, message, self.group, async_op=True)\n"
 RESIZE = "        self.full.untyped_storage().resize_(0)\n"
 MINE = "        return F.pad(part, (0, self.length - len(part))).clone()\n"
 PARTS = "            p.data = part\n"
@@ -19,7 +19,7 @@ COPY_GRADIENT = """\
 """
 SCATTER = """\
         mine = torch.empty_like(self.shard)
-        dist.reduce_scatter_tensor(mine, flat, group=self.group)
+        reduce_scatter_single(mine, flat, group=self.group)
 """
 BROADCAST = "        for tensor in [*module.parameters(), *module.buffers()]:\n"
 HOME = "            home = places[0] if len(places) == 1 else self.root\n"
@@ -182,7 +182,7 @@ MUTANTS = [
            "        message = self.shard.detach().to(self.full.dtype)\n        self.shard.data = message.to(self.shard.dtype)\n"),
     Mutant("mixed_precision", "gathers fp32 and casts afterwards", GATHER,
            "        wide = self.shard.new_empty(len(self.full))\n"
-           "        dist.all_gather_into_tensor(wide, self.shard.detach(), self.group)\n        self.full.copy_(wide)\n"),
+           "        all_gather_single(wide, self.shard.detach(), self.group)\n        self.full.copy_(wide)\n"),
     Mutant("mixed_precision", "computes in fp32", "dtype=param_dtype)\n        self.nbytes", "dtype=None)\n        self.nbytes"),
     Mutant("mixed_precision", "does not cast inputs", CAST, "            if False:\n"),
     Mutant("mixed_precision", "casts whole numbers, too", CAST, "            if self.param_dtype is not None:\n"),
@@ -209,8 +209,8 @@ MUTANTS = [
            STATE.replace(" in names.items()}", " in names.items() if tensor in values}")),
     Mutant("clip_and_save", "buffers that are not saved, too", STATE,
            "        names = dict(self.module.named_buffers()) | names\n" + STATE),
-    Mutant("clip_and_save", "the state is rounded to bf16", "        dist.all_gather_into_tensor(flat, self.shard.detach(), self.group)\n        return",
-           "        dist.all_gather_into_tensor(flat, self.shard.detach(), self.group)\n        flat = flat.to(self.full.dtype).to(flat.dtype)\n        return"),
+    Mutant("clip_and_save", "the state is rounded to bf16", "        all_gather_single(flat, self.shard.detach(), self.group)\n        return",
+           "        all_gather_single(flat, self.shard.detach(), self.group)\n        flat = flat.to(self.full.dtype).to(flat.dtype)\n        return"),
     Mutant("clip_and_save", "loads the first part on every rank", LOAD,
            "            self.shard.copy_(F.pad(flat, (0, self.length))[: self.length])\n"),
     Mutant("clip_and_save", "loads into new shards, which no optimizer knows", "        with torch.no_grad():\n" + LOAD,
@@ -342,7 +342,7 @@ class FSDP(FSDP):
                         part.copy_(p.grad)
                     p.grad = None
                 mine = torch.empty_like(flat.shard)
-                work = dist.reduce_scatter_tensor(mine, full, group=self.group, async_op=True)
+                work = reduce_scatter_single(mine, full, group=self.group, async_op=True)
                 self.flying = (*self.flying, (flat, full, mine, work))
             flat.reshard()
 
@@ -396,7 +396,7 @@ class FlatShard(FlatShard):
                 part.copy_(p.grad)
                 p.grad = None
         mine = flat.new_empty(self.length)
-        dist.reduce_scatter_tensor(mine, flat, group=self.group)
+        reduce_scatter_single(mine, flat, group=self.group)
         mine = mine.to(self.shard.dtype) / self.size
         if self.shard.grad is None:
             self.shard.grad = torch.zeros_like(self.shard)
