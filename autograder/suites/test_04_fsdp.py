@@ -5,14 +5,13 @@ their forward and backward, so that it is seen which values they compute with, w
 many bytes are held at that moment.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from autograder.lab import gpt, memory
-from autograder.lab.ranks import OPTIMIZERS, PerRank, Run
+from autograder.lab.ranks import OPTIMIZERS
 from autograder.suites.fsdp_calls import (
     ROOT,
     Case,
@@ -34,6 +33,18 @@ from autograder.suites.fsdp_calls import (
     step_events,
     tie_across,
     unit_sizes,
+)
+from autograder.suites.fsdp_judging import (
+    SMALL,
+    expect_ahead,
+    expect_bounded,
+    expect_flat,
+    expect_flat_bytes,
+    expect_norm,
+    expect_order,
+    expect_state,
+    flat_cases,
+    shards,
 )
 from autograder.suites.kit import Expect, Module, Problem, check, difference, expect_nothing_left, fail, timeline
 
@@ -58,104 +69,8 @@ MODULE = Module(
     preload=(*OPTIMIZERS, "torch.utils.checkpoint", "torch.distributed.fsdp", "autograder.lab.live"),
 )
 
-SMALL = 64  # bytes of scalars that do not count
-
-
-def shards(total: int, world_size: int) -> int:
-    """Elements of one rank's shard."""
-    return math.ceil(total / world_size)
-
 
 # --------------------------------------------------------------------------------------------------------- flat_shard
-
-
-def flat_cases(rng: torch.Generator) -> list[tuple[str, list[Tensor], list[int]]]:
-    draw, draw32, draw16 = (drawing(rng, d) for d in (torch.float64, torch.float32, torch.bfloat16))
-    return [
-        ("one matrix of 3 by 5", [draw32(3, 5)], [0]),
-        ("five parameters, one a number, one empty", [draw(7), draw(2, 3), draw(), draw(0, 2), draw(4)], [*range(5)]),
-        ("a parameter given twice", [draw32(4), draw32(7)], [0, 1, 0]),
-        ("fewer elements than ranks", [draw16(1)], [0]),
-        ("a transposed parameter", [draw(4, 3).t(), draw(2)], [0, 1]),
-        ("bfloat16", [draw16(9), draw16(3, 3)], [0, 1]),
-    ]  # fmt: skip
-
-
-def expect_flat(ranks: Callable, rng: torch.Generator, world_size: int, members: list[int] | None = None) -> Run:
-    """The shard, the gathered values and the bytes of every case."""
-    cases = flat_cases(rng)
-    places = members or list(range(world_size))
-    n = len(places)
-    run = ranks(shard_all, world_size, PerRank([cases if r in places else None for r in range(world_size)]), members)
-    where = ranks.definition("FlatShard")
-    for number, (name, tensors, _) in enumerate(cases):
-        flat = torch.cat([t.flatten() for t in tensors])
-        length, dtype = shards(len(flat), n), tensors[0].dtype
-        case = f"{name}: {len(flat)} elements on {n} ranks" + (f", a group of ranks {members}" if members else "")
-        padded = torch.cat([flat, flat.new_zeros(n * length - len(flat))])
-        for i, rank in enumerate(places):
-            is_parameter, kept, _, storages = run.values[rank][number]
-            if not is_parameter:
-                fail(case=case, expected="shard is an nn.Parameter", found="it is not one", line=where,
-                     perhaps="an optimizer is made from the shards")  # fmt: skip
-            wrong = difference(kept[0], Expect(padded[i * length : (i + 1) * length], dtype, 0))
-            if wrong:
-                fail(
-                    case=case,
-                    expected=f"shard of rank {rank}: {wrong[0]}",
-                    found=wrong[1],
-                    line=where,
-                    perhaps="rank r has the r-th of N equal parts of the parameters, one after the other; a rank that "
-                    "ends early has zeros there",
-                )
-            for k, tensor in enumerate([*tensors, *(2 * t for t in tensors)]):
-                wrong = difference(kept[1 + k], Expect(tensor, dtype, 0))
-                if wrong:
-                    again = k >= len(tensors)
-                    fail(
-                        case=case,
-                        expected=f"parameter {k % len(tensors)} on rank {rank} after unshard"
-                        f"{', twice what it was, as shard is' if again else ''}: {wrong[0]}",
-                        found=wrong[1],
-                        line=where,
-                        perhaps="unshard gathers what shard holds now; what was gathered before is old"
-                        if again
-                        else None,
-                    )
-            if storages > 1:
-                fail(
-                    case=case,
-                    expected="after unshard, all parameters are views of one flat buffer",
-                    found=f"they are in {storages} storages",
-                    line=where,
-                    perhaps="p.data = part.view(p.shape) makes a view; clone, contiguous and copy_ make another tensor",
-                )
-    expect_nothing_left(run)
-    return run
-
-
-def expect_flat_bytes(ranks: Callable, run: Run, rng_cases: list, world_size: int) -> None:
-    for number, (name, tensors, _) in enumerate(rng_cases):
-        total = sum(t.numel() for t in tensors)
-        size, length = tensors[0].element_size(), shards(total, world_size)
-        for rank in range(world_size):
-            held = run.values[rank][number][2]
-            limits = [length, length + world_size * length, length, length + world_size * length, length]
-            words = ["after construction", "after unshard", "after reshard", "after the second unshard", "at the end"]
-            for found, limit, word in zip(held, limits, words, strict=True):
-                if found <= limit * size + SMALL * (number == 1):
-                    continue
-                full = limit == length and found >= total * size
-                fail(
-                    case=f"{name}: {total} elements of {size} bytes on {world_size} ranks",
-                    expected=f"rank {rank} holds {limit * size} bytes {word}",
-                    found=f"{found} bytes",
-                    line=ranks.definition("FlatShard"),
-                    perhaps="a slice of the full tensor is a view and keeps all of it: clone it; and take the "
-                    "parameters' own memory from them (p.data)"
-                    if full
-                    else "is the full buffer there twice?",
-                )
 
 
 @check("flat_shard", "each rank has its part, and unshard gives all of them", weight=4)
@@ -241,52 +156,6 @@ def test_forward_backward_padding(ranks, rng):
     make(ranks, [one_case(rng, 4, "units of 17, 28 and 50 elements, float32", TWO_STEPS, model, terms=2000)], 4)
 
 
-def expect_order(ranks: Callable, run: Run, case: Case, number: int, keep: bool) -> None:
-    """Each unit is gathered before its forward and again before its backward, then its gradients are scattered."""
-    n, sizes = run.world_size, unit_sizes(case.models[0])
-    order = list(range(len(sizes) - 1))
-    for rank in range(n):
-        events = step_events(run, rank, number)
-        for i in order:
-            numel = sizes[i]
-            gathers = [e for e in events if of_unit(e, "all_gather", numel, n)]
-            scatters = [e for e in events if of_unit(e, "reduce_scatter", numel, n)]
-            forward, backward = marks(events, f"forward {i}")[0], marks(events, f"backward {i}")[0]
-            told = listed([e for e in events if e in gathers or e in scatters or e in (forward, backward)])
-            rule = f"unit {i} ({numel} elements), in order: all_gather, forward, "
-            rule += "backward, reduce_scatter" if keep else "all_gather, backward, reduce_scatter"
-            right = [(e.op == "span", e.op) for e in sorted([*gathers, *scatters, forward, backward],
-                                                            key=lambda e: e.order)]  # fmt: skip
-            asked = ["all_gather", "span", *([] if keep else ["all_gather"]), "span", "reduce_scatter"]
-            if [op for _, op in right] == asked and all(e.done_order is not None for e in gathers):
-                late = next(
-                    (e for e, m in zip(gathers, (forward, backward), strict=False) if e.done_order > m.order), None
-                )
-                if late is None:
-                    continue
-                fail(case=case.name, expected="a unit's all_gather is waited for before it computes",
-                     found=f"unit {i} on rank {rank} computes first", line=late)  # fmt: skip
-            perhaps = None
-            if not gathers and not scatters:
-                perhaps = "this unit is not sharded at all, or not as one: parameters of a unit travel together"
-            elif len(gathers) == 1 and not keep:
-                perhaps = "freed after forward, a unit must come back before its backward; one that stays gathered " \
-                          "is what reshard_after_forward=False asks for"  # fmt: skip
-            elif len(gathers) == 2 and keep:
-                perhaps = "with reshard_after_forward=False a unit stays gathered from forward to backward"
-            elif len(scatters) != 1:
-                perhaps = (
-                    "gradients are reduced with one reduce_scatter for each unit; an all_reduce sends twice as much"
-                )
-            fail(
-                case=case.name,
-                expected=rule,
-                found=f"{told} (rank {rank})",
-                line=(scatters or gathers or [ranks.definition("FSDP")])[-1],
-                perhaps=perhaps,
-            )
-
-
 @check("forward_backward", "gather before forward, again before backward, scatter after", weight=4)
 def test_forward_backward_order(ranks, rng):
     cases = [
@@ -339,40 +208,6 @@ def wide(rng: torch.Generator) -> Chain:
 def measured(rng: torch.Generator, world_size: int, name: str, program: list, **fields) -> Case:
     models = [wide(rng) for _ in range(world_size)]
     return Case(name, models, repeated(rng, world_size, program, torch.float32, 64), measured=True, **fields)
-
-
-def expect_bounded(ranks: Callable, run: Run, case: Case, number: int, most: int = 1) -> None:
-    """In the second step of a program "rest", "step", "rest", "step", no more is held than `most` units allow."""
-    sizes = unit_sizes(case.models[0])
-    unit, root = 4 * sizes[0], 4 * sizes[ROOT]
-    for rank in range(run.world_size):
-        _, _, rest, step, *_ = run.values[rank][number]
-        for kind, i, _, held in step["seen"]:
-            if i == ROOT:
-                continue
-            extra = (held - rest["held"] - root) / unit
-            backward = kind == "backward"
-            limit = 2 * most if backward else most
-            if extra <= limit + (0.9 if backward else 0.5):  # activations, and the reduced shard of a gradient
-                continue
-            count = {1: "one unit", 2: "two units"}[most]
-            rule = f"besides shards and the root's unit, {count} of parameters" + (
-                f" and {count} of gradients" if backward else ""
-            )
-            perhaps = "what was gathered is not freed: as long as anything holds the full buffer, its bytes stay"
-            if backward and not any((h - rest["held"] - root) / unit > most + 0.5 for k, _, _, h in step["seen"]
-                                    if k == "forward"):  # fmt: skip
-                perhaps = (
-                    "a unit's full gradients, or what was gathered for its backward, are still held when the backward "
-                    "of another one starts: reduce, free and forget them as soon as the unit is done"
-                )
-            fail(
-                case=case.name,
-                expected=f"{rule}: {limit * unit} bytes when unit {i} starts its {kind} (a unit has {unit})",
-                found=f"{extra:.1f} units, {held - rest['held']} bytes (rank {rank})",
-                line=ranks.definition("FSDP"),
-                perhaps=perhaps,
-            )
 
 
 REST = ("rest",)
@@ -570,40 +405,6 @@ def test_gradients_dtypes(ranks, rng):
 AHEAD = {"prefetch": True}
 
 
-def expect_ahead(ranks: Callable, run: Run, case: Case, kind: str) -> None:
-    """The next unit's all_gather is issued before this unit computes, and not waited for before."""
-    sizes = unit_sizes(case.models[0])
-    units, n = len(sizes) - 1, run.world_size
-    for rank in range(n):
-        events = step_events(run, rank, 0)
-        for i in range(units):
-            other = i + 1 if kind == "forward" else i - 1
-            if not 0 <= other < units:
-                continue
-            start, begin = marks(events, f"{kind} {i}")[0], marks(events, f"{kind} {other}")[0]
-            since = marks(events, f"forward {units - 1}")[0].order if kind == "backward" else -1
-            gathers = [e for e in events if of_unit(e, "all_gather", sizes[other], n) and since < e.order < begin.order]
-            early = [e for e in gathers if e.order < start.order]
-            word = "next" if kind == "forward" else "previous"
-            if not early:
-                fail(
-                    case=case.name,
-                    expected=f"the all_gather of unit {other}, the {word} one, before the {kind} of unit {i} starts",
-                    found=f"{listed([e for e in events if e in gathers or e in (start, begin)])} (rank {rank})",
-                    line=gathers[-1] if gathers else ranks.definition("FSDP"),
-                    perhaps="issue it where unit i is waited for: later, there is less to hide behind",
-                )
-            if early[-1].done_order is not None and early[-1].done_order < start.order:
-                fail(
-                    case=case.name,
-                    expected=f"the all_gather of unit {other} is under way while unit {i} computes its {kind}",
-                    found=f"it is waited for before (rank {rank})",
-                    line=early[-1],
-                    perhaps="async_op=True, keep the work, and wait for it when unit "
-                    f"{other} starts: a blocking call hides nothing",
-                )
-
-
 @check("prefetch", "in forward, the next unit is on its way while this one computes", weight=3)
 def test_prefetch_forward(ranks, rng):
     case = one_case(rng, 2, "one step", [STEP], settings=AHEAD)
@@ -734,23 +535,6 @@ def test_mixed_precision_traffic(ranks, rng):
 # ------------------------------------------------------------------------------------------------------ clip_and_save
 
 
-def expect_norm(ranks: Callable, run: Run, case: Case, number: int, step: int) -> None:
-    """What a "clip" returns is the norm of the whole gradient, on every rank."""
-    wanted = Played(case).steps[step].norm
-    for rank in range(run.world_size):
-        found = run.values[rank][number][step]["norm"]
-        told = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
-        if isinstance(told, float) and abs(told - wanted) <= 1e-6 * wanted:
-            continue
-        fail(
-            case=case.name,
-            expected=f"the norm of the whole gradient, {wanted:.9g}, on rank {rank} of {run.world_size}",
-            found=f"{told:.9g}" if isinstance(told, float) else f"{told}",
-            line=ranks.definition("FSDP"),
-            perhaps="each rank has a part of the gradients: add the squares up over the ranks, then take the root",
-        )
-
-
 @check("clip_and_save", "the norm of the whole model's gradient, the same on all ranks", weight=3)
 def test_clip_and_save_clip(ranks, rng):
     cases = []
@@ -771,26 +555,6 @@ def state_model(rng: torch.Generator) -> Chain:
     model = frozen(rng, ("layers.2.up",))
     model.register_buffer("scratch", drawing(rng)(3), persistent=False)
     return tie_across(model)
-
-
-def expect_state(ranks: Callable, case: Case, found: dict, wanted: dict, rank: int, what: str) -> None:
-    where = ranks.definition("FSDP")
-    if not isinstance(found, dict) or sorted(found) != sorted(wanted):
-        missing = sorted(set(wanted) - set(found))
-        more = sorted(set(found) - set(wanted))
-        fail(
-            case=case.name,
-            expected=f"the names of the plain module's state_dict ({what})",
-            found=f"missing: {', '.join(missing[:5]) or 'nothing'}; too many: {', '.join(more[:5]) or 'nothing'} "
-            f"(rank {rank})",
-            line=where,
-            perhaps="state_dict() of the module names tied weights by each of their names, and buffers that are saved",
-        )
-    dtypes = {name: t.dtype for name, t in case.models[0].state_dict().items()}
-    for name, value in wanted.items():
-        wrong = difference(found[name], Expect(value, dtypes[name], case.terms, float(value.abs().max()) + 0.1))
-        if wrong:
-            fail(case=case.name, expected=f"{name} in {what} on rank {rank}: {wrong[0]}", found=wrong[1], line=where)
 
 
 @check("clip_and_save", "the full state dict on every rank: all names, buffers, tied and frozen weights", weight=4)

@@ -40,7 +40,8 @@ class FlatShard:
     On construction the given parameters hold their values, the same on all ranks; afterwards this rank holds `shard`
     and nothing else: the full values are freed, and the bytes that stay are ceil(elements / N) times the size of one.
 
-    What the parameters hold while they are not gathered is open: to read them then is an error.
+    What the parameters hold while they are not gathered is open: to read them then is an error, of which a process may
+    die (their memory is not there).
 
     Attributes:
         shard: this rank's part, an nn.Parameter of shape (ceil(elements / N),) in the parameters' dtype: what an
@@ -181,9 +182,10 @@ class FSDP(nn.Module):
       gradient. Each backward adds to it, until it is cleared: so micro-batches are accumulated. A parameter that is not
       used in a unit that is used has a zero gradient; of a unit that is not used at all, zero or None.
     * Each unit is gathered before its forward, freed after it, gathered again before its backward; after that its
-      gradients are reduce-scattered and it is freed. With reshard_after_forward=False it stays gathered from forward to
-      backward. So a step sends 3(N-1)/N·S bytes per rank, or 2(N-1)/N·S. The root's unit may stay gathered from forward
-      to backward in any case. A unit that is used twice in a forward may be gathered twice.
+      gradients are reduce-scattered and it is freed. Each of these is one collective, or one for each dtype. With
+      reshard_after_forward=False it stays gathered from forward to backward. So a step sends 3(N-1)/N·S bytes per rank,
+      or 2(N-1)/N·S. The root's unit may stay gathered from forward to backward in any case. A unit that is used twice
+      in a forward may be gathered twice.
     * Besides the root's, when the computation of a unit starts, in forward or in backward, at most one unit is
       gathered, and full gradients are held of at most one unit; two with prefetch. It is measured in live bytes,
       whatever way the others were freed.

@@ -6,232 +6,899 @@ backward over units that divide evenly, whose parameters are all used and traine
 
 from tests.mutants import Alternative, Mutant
 
-GATHER = "        self.work = all_gather_single(self.full, message, self.group, async_op=True)\n"
-RESIZE = "        self.full.untyped_storage().resize_(0)\n"
-MINE = "        return F.pad(part, (0, self.length - len(part))).clone()\n"
-PARTS = "            p.data = part\n"
-SHARD = "        self.shard = nn.Parameter(self._mine(flat), any(p.requires_grad for p in self.params))\n"
-ADD = "        self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine\n"
-COPY_GRADIENT = """\
-            if p.grad is not None:
-                part.copy_(p.grad)
-                p.grad = None
-"""
-SCATTER = """\
-        mine = torch.empty_like(self.shard)
-        reduce_scatter_single(mine, flat, group=self.group)
-"""
-BROADCAST = "        for tensor in [*module.parameters(), *module.buffers()]:\n"
-HOME = "            home = places[0] if len(places) == 1 else self.root\n"
-KINDS = "            kinds.setdefault((home, p.dtype, p.requires_grad), []).append(p)\n"
-RESET = """\
-        for flat in self._flat_shards():
-            flat.reshard()  # what a forward without a backward has left gathered is of an earlier step
-"""
-LEFT = """\
-            if flat.work is not None:  # gathered ahead for a unit that was not called
-                flat.reshard()
-"""
-AHEAD = """\
-        if self.prefetch and i + 1 < self.root:
-            for flat in self.units[i + 1]:
-                flat.start_unshard()
-"""
-BACK_AHEAD = """\
-        if self.prefetch and 0 < i < self.root:
-            for flat in self.units[i - 1]:
-                flat.start_unshard()
-"""
-CAST = "            if self.param_dtype is not None and x.is_floating_point():\n"
-FREE = "        if self.reshard_after_forward or not outputs:\n"
-BEFORE_BACKWARD = """\
-        self.in_backward.add(i)
-        for flat in self.units[i]:
-            flat.unshard()
-"""
-DONE = """\
+MUTANTS = [
+    # flat_shard
+    Mutant(
+        problem="flat_shard",
+        name="the shard is a view, which keeps the full tensor",
+        old="""\
+        return F.pad(part, (0, self.length - len(part))).clone()
+""",
+        new="""\
+        return part if len(part) == self.length else F.pad(part, (0, self.length - len(part)))
+""",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="the parameters keep their own memory, too",
+        old="""\
+        self.full.untyped_storage().resize_(0)
+""",
+        new="""\
+        self.full.untyped_storage().resize_(0)
+        self.copies = [torch.empty(p.shape, dtype=p.dtype).fill_(0) for p in self.params]
+""",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="reshard only remembers that it was called",
+        old="""\
+        self.full.untyped_storage().resize_(0)
+""",
+        new="",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="parameters are copies, not views",
+        old="""\
+        self.work, self.gathered = None, True
+""",
+        new="""\
+        self.work, self.gathered = None, True
+        for p, part in zip(self.params, self._parts(self.full), strict=True):
+            p.data = part.clone()
+""",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="elements that do not divide are left out",
+        old="self.length = math.ceil(len(flat) / self.size)",
+        new="self.length = max(len(flat) // self.size, 1)",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="one row too many on every rank",
+        old="self.length = math.ceil(len(flat) / self.size)",
+        new="self.length = len(flat) // self.size + 1",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="the shard of the global rank, in a group too",
+        old="dist.get_rank(group), dist",
+        new="dist.get_rank(), dist",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="every world_size-th element",
+        old="""\
+        return F.pad(part, (0, self.length - len(part))).clone()
+""",
+        new="""\
+        return F.pad(flat, (0, self.length * self.size - len(flat)))[self.rank :: self.size].clone()
+""",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="a parameter that is given twice is there twice",
+        old="""\
+        self.params = list(dict.fromkeys(params))
+""",
+        new="""\
+        self.params = list(params)
+""",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="several dtypes are promoted to the widest",
+        old="""\
+        if len({p.dtype for p in self.params}) > 1:
+""",
+        new="""\
+        if False:
+""",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="always float32",
+        old="""\
+        flat = torch.cat([p.detach().flatten() for p in self.params])
+        self.length""",
+        new="""\
+        flat = torch.cat([p.detach().float().flatten() for p in self.params])
+        self.length""",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="one all_gather for each parameter's worth",
+        old="""\
+        self.work = all_gather_single(self.full, message, self.group, async_op=True)
+""",
+        new="""\
+        pieces = [torch.empty_like(message) for _ in range(self.size)]
+        dist.all_gather(pieces, message, self.group)
+        dist.all_gather(pieces, message, self.group)
+        self.full.copy_(torch.cat(pieces))
+        self.work = None
+""",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="unshard does not see that the shard has changed",
+        old="        message = self.shard.detach().to",
+        new="""\
+        if not hasattr(self, 'first'):
+            self.first = self.shard.detach().clone()
+        message = self.first.to""",
+    ),
+    Mutant(
+        problem="flat_shard",
+        name="the shard is a plain tensor",
+        old="""\
+        self.shard = nn.Parameter(self._mine(flat), any(p.requires_grad for p in self.params))
+""",
+        new="""\
+        self.shard = self._mine(flat)
+""",
+    ),
+    # forward_backward
+    Mutant(
+        problem="forward_backward",
+        name="no unit is sharded: its class never matches",
+        old="""\
+            home = places[0] if len(places) == 1 else self.root
+""",
+        new="""\
+            home = places[0] if len(places) == 1 else self.root
+            if type(units[0]).__name__ != 'TransformerBlock':
+                continue
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="all units are one",
+        old="""\
+            home = places[0] if len(places) == 1 else self.root
+""",
+        new="""\
+            home = self.root
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="all parameters are in the first unit",
+        old="""\
+            home = places[0] if len(places) == 1 else self.root
+""",
+        new="""\
+            home = 0
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="never frees after forward",
+        old="""\
+        if self.reshard_after_forward or not outputs:
+""",
+        new="""\
+        if not outputs:
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="frees after forward whatever is asked",
+        old="""\
+        if self.reshard_after_forward or not outputs:
+""",
+        new="""\
+        if True:
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="frees nothing at all until the next forward",
+        old="""\
+        self.full.untyped_storage().resize_(0)
+""",
+        new="""\
+        if self.shard.grad is None and not torch.is_grad_enabled():
+            self.full.untyped_storage().resize_(0)
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="does not free after backward",
+        old="""\
         for flat in self.units[i]:
             if flat.shard.requires_grad:
                 flat.reduce_gradient()
             flat.reshard()
-"""
-END = """\
+""",
+        new="""\
+        for flat in self.units[i]:
+            if flat.shard.requires_grad:
+                flat.reduce_gradient()
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="gradients are added up, not averaged",
+        old="""\
+        mine /= self.size
+""",
+        new="",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="averaged over the default group",
+        old="""\
+        mine /= self.size
+""",
+        new="""\
+        mine /= dist.get_world_size()
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="all_reduce and a slice of it",
+        old="""\
+        mine = torch.empty_like(self.shard)
+        reduce_scatter_single(mine, flat, group=self.group)
+""",
+        new="""\
+        dist.all_reduce(flat, group=self.group)
+        mine = flat[self.rank * self.length : (self.rank + 1) * self.length].clone()
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="all_reduce and a view of it: full gradients stay",
+        old="""\
+        mine = torch.empty_like(self.shard)
+        reduce_scatter_single(mine, flat, group=self.group)
+""",
+        new="""\
+        dist.all_reduce(flat, group=self.group)
+        mine = flat[self.rank * self.length : (self.rank + 1) * self.length]
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="keeps full gradients",
+        old="""\
+            if p.grad is not None:
+                part.copy_(p.grad)
+                p.grad = None
+""",
+        new="""\
+            if p.grad is not None:
+                part.copy_(p.grad)
+                self.kept = flat
+                p.grad = None
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="does not take the first rank's weights",
+        old="""\
+            dist.broadcast(message, group=group, group_src=0)
+""",
+        new="",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="takes the weights of rank 0, in a group too",
+        old="dist.broadcast(message, group=group, group_src=0)",
+        new="dist.broadcast(message, group=group, group_src=-1 % dist.get_world_size(group))",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="buffers stay each rank's own",
+        old="""\
+        for tensor in [*module.parameters(), *module.buffers()]:
+""",
+        new="""\
+        for tensor in module.parameters():
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="an old value of a forward without a backward is used",
+        old="""\
+        for flat in self._flat_shards():
+            flat.reshard()  # what a forward without a backward has left gathered is of an earlier step
+""",
+        new="",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="the last shard's gradient is lost where it is padded",
+        old="""\
+        mine /= self.size
+""",
+        new="""\
+        mine /= self.size
+        if self.rank == self.size - 1 and len(flat) > sum(p.numel() for p in self.params):
+            mine.zero_()
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="reduces before the unit's backward has come to its end",
+        old="""\
+        self.in_backward.add(i)
+        for flat in self.units[i]:
+            flat.unshard()
+""",
+        new="""\
+        self.in_backward.add(i)
+        for flat in self.units[i]:
+            flat.unshard()
+        for flat in self.units[i]:
+            if flat.shard.requires_grad:
+                flat.reduce_gradient()
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="the gradients of the first unit are forgotten",
+        old="""\
         for i in sorted(self.in_backward):
             self.after_backward(i)
-"""
-TOTAL = "        dist.all_reduce(total, group=self.group)\n"
-STATE = "        return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}\n"
-CHECKPOINT = "        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)\n"
-LOAD = "            self.shard.copy_(self._mine(flat))\n"
+""",
+        new="""\
+        self.in_backward.clear()
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="all is reduced when backward has ended",
+        old="""\
+            register_multi_grad_hook(inputs, lambda gradients: self.after_backward(i))
+""",
+        new="""\
+            pass
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="a unit is done after its first use's backward",
+        old="""\
+        self.in_backward.remove(i)
+""",
+        new="""\
+        self.in_backward.remove(i)
+        self.done = getattr(self, 'done', {})
+        if self.done.get(i) == len(self.in_backward):
+            return
+        self.done[i] = len(self.in_backward)
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="nothing is waited for",
+        old="""\
+            self.work.wait()
+        self.work, self.gathered = None, True
+""",
+        new="""\
+            pass
+        self.work, self.gathered = None, True
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        name="wraps the units in PyTorch's own",
+        old="""\
+        for tensor in [*module.parameters(), *module.buffers()]:
+""",
+        new="""\
+        from torch.distributed.fsdp import fully_shard
 
-MUTANTS = [
-    # flat_shard
-    Mutant("flat_shard", "the shard is a view, which keeps the full tensor", MINE,
-           "        return part if len(part) == self.length else F.pad(part, (0, self.length - len(part)))\n"),
-    Mutant("flat_shard", "the parameters keep their own memory, too", RESIZE,
-           RESIZE + "        self.copies = [torch.empty(p.shape, dtype=p.dtype).fill_(0) for p in self.params]\n"),
-    Mutant("flat_shard", "reshard only remembers that it was called", RESIZE, ""),
-    Mutant("flat_shard", "parameters are copies, not views", "        self.work, self.gathered = None, True\n",
-           "        self.work, self.gathered = None, True\n"
-           "        for p, part in zip(self.params, self._parts(self.full), strict=True):\n"
-           "            p.data = part.clone()\n"),
-    Mutant("flat_shard", "elements that do not divide are left out", "self.length = math.ceil(len(flat) / self.size)",
-           "self.length = max(len(flat) // self.size, 1)"),
-    Mutant("flat_shard", "one row too many on every rank", "self.length = math.ceil(len(flat) / self.size)",
-           "self.length = len(flat) // self.size + 1"),
-    Mutant("flat_shard", "the shard of the global rank, in a group too", "dist.get_rank(group), dist",
-           "dist.get_rank(), dist"),
-    Mutant("flat_shard", "every world_size-th element", MINE,
-           "        return F.pad(flat, (0, self.length * self.size - len(flat)))[self.rank :: self.size].clone()\n"),
-    Mutant("flat_shard", "a parameter that is given twice is there twice",
-           "        self.params = list(dict.fromkeys(params))\n", "        self.params = list(params)\n"),
-    Mutant("flat_shard", "several dtypes are promoted to the widest", "        if len({p.dtype for p in self.params}) > 1:\n",
-           "        if False:\n"),
-    Mutant("flat_shard", "always float32", "        flat = torch.cat([p.detach().flatten() for p in self.params])\n"
-           "        self.length",
-           "        flat = torch.cat([p.detach().float().flatten() for p in self.params])\n        self.length"),
-    Mutant("flat_shard", "one all_gather for each parameter's worth", GATHER,
-           "        pieces = [torch.empty_like(message) for _ in range(self.size)]\n"
-           "        dist.all_gather(pieces, message, self.group)\n"
-           "        dist.all_gather(pieces, message, self.group)\n"
-           "        self.full.copy_(torch.cat(pieces))\n        self.work = None\n"),
-    Mutant("flat_shard", "unshard does not see that the shard has changed", "        message = self.shard.detach().to",
-           "        if not hasattr(self, 'first'):\n            self.first = self.shard.detach().clone()\n"
-           "        message = self.first.to"),
-    Mutant("flat_shard", "the shard is a plain tensor", SHARD, "        self.shard = self._mine(flat)\n"),
-    # forward_backward
-    Mutant("forward_backward", "no unit is sharded: its class never matches", HOME,
-           HOME + "            if type(units[0]).__name__ != 'TransformerBlock':\n                continue\n"),
-    Mutant("forward_backward", "all units are one", HOME, "            home = self.root\n"),
-    Mutant("forward_backward", "all parameters are in the first unit", HOME, "            home = 0\n"),
-    Mutant("forward_backward", "never frees after forward", FREE, "        if not outputs:\n"),
-    Mutant("forward_backward", "frees after forward whatever is asked", FREE, "        if True:\n"),
-    Mutant("forward_backward", "frees nothing at all until the next forward", RESIZE,
-           "        if self.shard.grad is None and not torch.is_grad_enabled():\n    " + RESIZE),
-    Mutant("forward_backward", "does not free after backward", DONE, DONE.replace("            flat.reshard()\n", "")),
-    Mutant("forward_backward", "gradients are added up, not averaged", "        mine /= self.size\n", ""),
-    Mutant("forward_backward", "averaged over the default group", "        mine /= self.size\n",
-           "        mine /= dist.get_world_size()\n"),
-    Mutant("forward_backward", "all_reduce and a slice of it", SCATTER,
-           "        dist.all_reduce(flat, group=self.group)\n"
-           "        mine = flat[self.rank * self.length : (self.rank + 1) * self.length].clone()\n"),
-    Mutant("forward_backward", "all_reduce and a view of it: full gradients stay", SCATTER,
-           "        dist.all_reduce(flat, group=self.group)\n"
-           "        mine = flat[self.rank * self.length : (self.rank + 1) * self.length]\n"),
-    Mutant("forward_backward", "keeps full gradients", COPY_GRADIENT,
-           COPY_GRADIENT.replace("                p.grad = None\n", "                self.kept = flat\n                p.grad = None\n")),
-    Mutant("forward_backward", "does not take the first rank's weights", "            dist.broadcast(message, group=group, group_src=0)\n",
-           ""),
-    Mutant("forward_backward", "takes the weights of rank 0, in a group too", "dist.broadcast(message, group=group, group_src=0)",
-           "dist.broadcast(message, group=group, group_src=-1 % dist.get_world_size(group))"),
-    Mutant("forward_backward", "buffers stay each rank's own", BROADCAST, "        for tensor in module.parameters():\n"),
-    Mutant("forward_backward", "an old value of a forward without a backward is used", RESET, ""),
-    Mutant("forward_backward", "the last shard's gradient is lost where it is padded", "        mine /= self.size\n",
-           "        mine /= self.size\n        if self.rank == self.size - 1 and len(flat) > sum(p.numel() for p in self.params):\n"
-           "            mine.zero_()\n"),
-    Mutant("forward_backward", "reduces before the unit's backward has come to its end", BEFORE_BACKWARD,
-           BEFORE_BACKWARD + "        for flat in self.units[i]:\n            if flat.shard.requires_grad:\n"
-           "                flat.reduce_gradient()\n"),
-    Mutant("forward_backward", "the gradients of the first unit are forgotten", END, "        self.in_backward.clear()\n"),
-    Mutant("forward_backward", "all is reduced when backward has ended", "            register_multi_grad_hook(inputs, lambda gradients: self.after_backward(i))\n",
-           "            pass\n"),
-    Mutant("forward_backward", "a unit is done after its first use's backward", "        self.in_backward.remove(i)\n",
-           "        self.in_backward.remove(i)\n        self.done = getattr(self, 'done', {})\n"
-           "        if self.done.get(i) == len(self.in_backward):\n            return\n        self.done[i] = len(self.in_backward)\n"),
-    Mutant("forward_backward", "nothing is waited for", "            self.work.wait()\n        self.work, self.gathered = None, True\n",
-           "            pass\n        self.work, self.gathered = None, True\n"),
-    Mutant("forward_backward", "wraps the units in PyTorch's own", BROADCAST,
-           "        from torch.distributed.fsdp import fully_shard\n\n        for unit in units:\n            fully_shard(unit)\n"
-           + BROADCAST),
+        for unit in units:
+            fully_shard(unit)
+        for tensor in [*module.parameters(), *module.buffers()]:
+""",
+    ),
     # gradients
-    Mutant("gradients", "the last micro-batch replaces those before", ADD, "        self.shard.grad = mine\n"),
-    Mutant("gradients", "parameters() are the module's own", "                yield f\"{prefix}unit{i}.{k}\", flat.shard\n",
-           "                yield from [(f\"{prefix}{i}.{k}\", flat.shard), *self.module.named_parameters(f\"m{i}{k}\")]\n"),
-    Mutant("gradients", "a frozen weight is in one shard with the others", KINDS,
-           "            kinds.setdefault((home, p.dtype), []).append(p)\n"),
-    Mutant("gradients", "a frozen weight gets a gradient of zeros", "any(p.requires_grad for p in self.params))\n", "True)\n"),
-    Mutant("gradients", "a unit with a frozen weight is not trained at all", KINDS + "        self.units",
-           "            kinds.setdefault((home, p.dtype), []).append(p)\n"
-           "        for params in kinds.values():\n            if not all(p.requires_grad for p in params):\n"
-           "                for p in params:\n                    p.requires_grad_(False)\n        self.units"),
-    Mutant("gradients", "an unused parameter keeps its unit from being reduced", DONE,
-           DONE.replace("if flat.shard.requires_grad:", "if flat.shard.requires_grad and all(p.grad is not None for p in flat.params):")),
-    Mutant("gradients", "ranks without a gradient do not take part", DONE,
-           DONE.replace("if flat.shard.requires_grad:", "if flat.shard.requires_grad and flat.params[-1].grad is not None:")),
-    Mutant("gradients", "a shared parameter belongs to the last unit that has it, and is gathered with it only", HOME,
-           "            home = places[-1] if places else self.root\n"),
-    Mutant("gradients", "gradients of all dtypes in float32", "        flat = self.shard.new_zeros(self.size * self.length)\n",
-           "        flat = self.shard.new_zeros(self.size * self.length, dtype=torch.float32)\n"),
-    Mutant("gradients", "one dtype for a unit", KINDS + "        self.units",
-           "            p.data = p.data.to(next(module.parameters()).dtype)\n" + KINDS + "        self.units"),
+    Mutant(
+        problem="gradients",
+        name="the last micro-batch replaces those before",
+        old="""\
+        self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine
+""",
+        new="""\
+        self.shard.grad = mine
+""",
+    ),
+    Mutant(
+        problem="gradients",
+        name="parameters() are the module's own",
+        old="""\
+                yield f"{prefix}unit{i}.{k}", flat.shard
+""",
+        new="""\
+                yield from [(f"{prefix}{i}.{k}", flat.shard), *self.module.named_parameters(f"m{i}{k}")]
+""",
+    ),
+    Mutant(
+        problem="gradients",
+        name="a frozen weight is in one shard with the others",
+        old="""\
+            kinds.setdefault((home, p.dtype, p.requires_grad), []).append(p)
+""",
+        new="""\
+            kinds.setdefault((home, p.dtype), []).append(p)
+""",
+    ),
+    Mutant(
+        problem="gradients",
+        name="a frozen weight gets a gradient of zeros",
+        old="""\
+any(p.requires_grad for p in self.params))
+""",
+        new="""\
+True)
+""",
+    ),
+    Mutant(
+        problem="gradients",
+        name="a unit with a frozen weight is not trained at all",
+        old="""\
+            kinds.setdefault((home, p.dtype, p.requires_grad), []).append(p)
+        self.units""",
+        new="""\
+            kinds.setdefault((home, p.dtype), []).append(p)
+        for params in kinds.values():
+            if not all(p.requires_grad for p in params):
+                for p in params:
+                    p.requires_grad_(False)
+        self.units""",
+    ),
+    Mutant(
+        problem="gradients",
+        name="an unused parameter keeps its unit from being reduced",
+        old="""\
+        for flat in self.units[i]:
+            if flat.shard.requires_grad:
+                flat.reduce_gradient()
+            flat.reshard()
+""",
+        new="""\
+        for flat in self.units[i]:
+            if flat.shard.requires_grad and all(p.grad is not None for p in flat.params):
+                flat.reduce_gradient()
+            flat.reshard()
+""",
+    ),
+    Mutant(
+        problem="gradients",
+        name="ranks without a gradient do not take part",
+        old="""\
+        for flat in self.units[i]:
+            if flat.shard.requires_grad:
+                flat.reduce_gradient()
+            flat.reshard()
+""",
+        new="""\
+        for flat in self.units[i]:
+            if flat.shard.requires_grad and flat.params[-1].grad is not None:
+                flat.reduce_gradient()
+            flat.reshard()
+""",
+    ),
+    Mutant(
+        problem="gradients",
+        name="a shared parameter belongs to the last unit that has it, and is gathered with it only",
+        old="""\
+            home = places[0] if len(places) == 1 else self.root
+""",
+        new="""\
+            home = places[-1] if places else self.root
+""",
+    ),
+    Mutant(
+        problem="gradients",
+        name="gradients of all dtypes in float32",
+        old="""\
+        flat = self.shard.new_zeros(self.size * self.length)
+""",
+        new="""\
+        flat = self.shard.new_zeros(self.size * self.length, dtype=torch.float32)
+""",
+    ),
+    Mutant(
+        problem="gradients",
+        name="one dtype for a unit",
+        old="""\
+            kinds.setdefault((home, p.dtype, p.requires_grad), []).append(p)
+        self.units""",
+        new="""\
+            p.data = p.data.to(next(module.parameters()).dtype)
+            kinds.setdefault((home, p.dtype, p.requires_grad), []).append(p)
+        self.units""",
+    ),
     # prefetch
-    Mutant("prefetch", "nothing is gathered ahead", AHEAD, ""),
-    Mutant("prefetch", "nothing is gathered ahead in backward", BACK_AHEAD, ""),
-    Mutant("prefetch", "in backward, the next unit", BACK_AHEAD,
-           BACK_AHEAD.replace("0 < i < self.root", "i + 1 < self.root").replace("i - 1", "i + 1")),
-    Mutant("prefetch", "gathers ahead and waits for it", AHEAD, AHEAD.replace("start_unshard", "unshard")),
-    Mutant("prefetch", "gathers everything ahead", AHEAD,
-           "        if self.prefetch:\n            for flat in self._flat_shards():\n                flat.start_unshard()\n"),
-    Mutant("prefetch", "what was gathered ahead and not used stays", RESET, ""),
-    Mutant("prefetch", "what was gathered ahead is not waited for", LEFT,
-           "            flat.work = None\n"),
+    Mutant(
+        problem="prefetch",
+        name="nothing is gathered ahead",
+        old="""\
+        if self.prefetch and i + 1 < self.root:
+            for flat in self.units[i + 1]:
+                flat.start_unshard()
+""",
+        new="",
+    ),
+    Mutant(
+        problem="prefetch",
+        name="nothing is gathered ahead in backward",
+        old="""\
+        if self.prefetch and 0 < i < self.root:
+            for flat in self.units[i - 1]:
+                flat.start_unshard()
+""",
+        new="",
+    ),
+    Mutant(
+        problem="prefetch",
+        name="in backward, the next unit",
+        old="""\
+        if self.prefetch and 0 < i < self.root:
+            for flat in self.units[i - 1]:
+                flat.start_unshard()
+""",
+        new="""\
+        if self.prefetch and i + 1 < self.root:
+            for flat in self.units[i + 1]:
+                flat.start_unshard()
+""",
+    ),
+    Mutant(
+        problem="prefetch",
+        name="gathers ahead and waits for it",
+        old="""\
+        if self.prefetch and i + 1 < self.root:
+            for flat in self.units[i + 1]:
+                flat.start_unshard()
+""",
+        new="""\
+        if self.prefetch and i + 1 < self.root:
+            for flat in self.units[i + 1]:
+                flat.unshard()
+""",
+    ),
+    Mutant(
+        problem="prefetch",
+        name="gathers everything ahead",
+        old="""\
+        if self.prefetch and i + 1 < self.root:
+            for flat in self.units[i + 1]:
+                flat.start_unshard()
+""",
+        new="""\
+        if self.prefetch:
+            for flat in self._flat_shards():
+                flat.start_unshard()
+""",
+    ),
+    Mutant(
+        problem="prefetch",
+        name="what was gathered ahead and not used stays",
+        old="""\
+        for flat in self._flat_shards():
+            flat.reshard()  # what a forward without a backward has left gathered is of an earlier step
+""",
+        new="",
+    ),
+    Mutant(
+        problem="prefetch",
+        name="what was gathered ahead is not waited for",
+        old="""\
+            if flat.work is not None:  # gathered ahead for a unit that was not called
+                flat.reshard()
+""",
+        new="""\
+            flat.work = None
+""",
+    ),
     # mixed_precision
-    Mutant("mixed_precision", "the masters are bf16", SHARD,
-           "        self.shard = nn.Parameter(self._mine(flat).to(param_dtype), any(p.requires_grad for p in self.params))\n"),
-    Mutant("mixed_precision", "the masters are rounded to bf16", "        message = self.shard.detach().to(self.full.dtype)\n",
-           "        message = self.shard.detach().to(self.full.dtype)\n        self.shard.data = message.to(self.shard.dtype)\n"),
-    Mutant("mixed_precision", "gathers fp32 and casts afterwards", GATHER,
-           "        wide = self.shard.new_empty(len(self.full))\n"
-           "        all_gather_single(wide, self.shard.detach(), self.group)\n        self.full.copy_(wide)\n"),
-    Mutant("mixed_precision", "computes in fp32", "dtype=param_dtype)\n        self.nbytes", "dtype=None)\n        self.nbytes"),
-    Mutant("mixed_precision", "does not cast inputs", CAST, "            if False:\n"),
-    Mutant("mixed_precision", "casts whole numbers, too", CAST, "            if self.param_dtype is not None:\n"),
-    Mutant("mixed_precision", "casts buffers, too", BROADCAST,
-           "        for part in module.modules():\n            for name, b in list(part.named_buffers(recurse=False)):\n"
-           "                if param_dtype is not None:\n                    setattr(part, name, b.to(param_dtype))\n" + BROADCAST),
-    Mutant("mixed_precision", "gradients stay bf16", ADD,
-           "        self.shard.grad = mine.to(self.full.dtype).to(mine.dtype).mul(0 if self.full.dtype == torch.bfloat16 else 1)\n"),
+    Mutant(
+        problem="mixed_precision",
+        name="the masters are bf16",
+        old="""\
+        self.shard = nn.Parameter(self._mine(flat), any(p.requires_grad for p in self.params))
+""",
+        new="""\
+        self.shard = nn.Parameter(self._mine(flat).to(param_dtype), any(p.requires_grad for p in self.params))
+""",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        name="the masters are rounded to bf16",
+        old="""\
+        message = self.shard.detach().to(self.full.dtype)
+""",
+        new="""\
+        message = self.shard.detach().to(self.full.dtype)
+        self.shard.data = message.to(self.shard.dtype)
+""",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        name="gathers fp32 and casts afterwards",
+        old="""\
+        self.work = all_gather_single(self.full, message, self.group, async_op=True)
+""",
+        new="""\
+        wide = self.shard.new_empty(len(self.full))
+        all_gather_single(wide, self.shard.detach(), self.group)
+        self.full.copy_(wide)
+""",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        name="computes in fp32",
+        old="""\
+dtype=param_dtype)
+        self.nbytes""",
+        new="""\
+dtype=None)
+        self.nbytes""",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        name="does not cast inputs",
+        old="""\
+            if self.param_dtype is not None and x.is_floating_point():
+""",
+        new="""\
+            if False:
+""",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        name="casts whole numbers, too",
+        old="""\
+            if self.param_dtype is not None and x.is_floating_point():
+""",
+        new="""\
+            if self.param_dtype is not None:
+""",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        name="casts buffers, too",
+        old="""\
+        for tensor in [*module.parameters(), *module.buffers()]:
+""",
+        new="""\
+        for part in module.modules():
+            for name, b in list(part.named_buffers(recurse=False)):
+                if param_dtype is not None:
+                    setattr(part, name, b.to(param_dtype))
+        for tensor in [*module.parameters(), *module.buffers()]:
+""",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        name="gradients stay bf16",
+        old="""\
+        self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine
+""",
+        new="""\
+        self.shard.grad = mine.to(self.full.dtype).to(mine.dtype).mul(0 if self.full.dtype == torch.bfloat16 else 1)
+""",
+    ),
     # clip_and_save
-    Mutant("clip_and_save", "the norm of this rank's shards", TOTAL, ""),
-    Mutant("clip_and_save", "norms are added up, not squares", TOTAL,
-           "        total = total.sqrt()\n        dist.all_reduce(total, group=self.group)\n        total = total.square()\n"),
-    Mutant("clip_and_save", "the norm of each shard by itself", "            gradient *= min(1.0, max_norm / (norm.item() + 1e-6))\n",
-           "            gradient *= min(1.0, max_norm / (gradient.norm().item() + 1e-6))\n"),
-    Mutant("clip_and_save", "scales small gradients up", "min(1.0, max_norm / (norm.item() + 1e-6))",
-           "max_norm / (norm.item() + 1e-6)"),
-    Mutant("clip_and_save", "measures, and scales nothing", "            gradient *= min(1.0, max_norm / (norm.item() + 1e-6))\n",
-           "            pass\n"),
-    Mutant("clip_and_save", "the state on the first rank only", STATE,
-           STATE.replace("return ", "return {} if dist.get_rank(self.group) else ")),
-    Mutant("clip_and_save", "a tied weight by one of its names", STATE,
-           "        seen = set()\n        names = {n: t for n, t in names.items() if not (id(t) in seen or seen.add(id(t)))}\n" + STATE),
-    Mutant("clip_and_save", "no buffers in the state", STATE,
-           STATE.replace(" in names.items()}", " in names.items() if tensor in values}")),
-    Mutant("clip_and_save", "buffers that are not saved, too", STATE,
-           "        names = dict(self.module.named_buffers()) | names\n" + STATE),
-    Mutant("clip_and_save", "the state is rounded to bf16", "        all_gather_single(flat, self.shard.detach(), self.group)\n        return",
-           "        all_gather_single(flat, self.shard.detach(), self.group)\n        flat = flat.to(self.full.dtype).to(flat.dtype)\n        return"),
-    Mutant("clip_and_save", "loads the first part on every rank", LOAD,
-           "            self.shard.copy_(F.pad(flat, (0, self.length))[: self.length])\n"),
-    Mutant("clip_and_save", "loads into new shards, which no optimizer knows", "        with torch.no_grad():\n" + LOAD,
-           "        self.shard = nn.Parameter(self._mine(flat), self.shard.requires_grad)\n"),
-    Mutant("clip_and_save", "buffers are not loaded", "                    tensor.copy_(state[name])\n", "                    pass\n"),
+    Mutant(
+        problem="clip_and_save",
+        name="the norm of this rank's shards",
+        old="""\
+        dist.all_reduce(total, group=self.group)
+""",
+        new="",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="norms are added up, not squares",
+        old="""\
+        dist.all_reduce(total, group=self.group)
+""",
+        new="""\
+        total = total.sqrt()
+        dist.all_reduce(total, group=self.group)
+        total = total.square()
+""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="the norm of each shard by itself",
+        old="""\
+            gradient *= min(1.0, max_norm / (norm.item() + 1e-6))
+""",
+        new="""\
+            gradient *= min(1.0, max_norm / (gradient.norm().item() + 1e-6))
+""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="scales small gradients up",
+        old="min(1.0, max_norm / (norm.item() + 1e-6))",
+        new="max_norm / (norm.item() + 1e-6)",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="measures, and scales nothing",
+        old="""\
+            gradient *= min(1.0, max_norm / (norm.item() + 1e-6))
+""",
+        new="""\
+            pass
+""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="the state on the first rank only",
+        old="""\
+        return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
+""",
+        new="""\
+        if dist.get_rank(self.group):
+            return {}
+        return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
+""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="a tied weight by one of its names",
+        old="""\
+        return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
+""",
+        new="""\
+        seen = set()
+        names = {n: t for n, t in names.items() if not (id(t) in seen or seen.add(id(t)))}
+        return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
+""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="no buffers in the state",
+        old="""\
+        return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
+""",
+        new="""\
+        return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items() if tensor in values}
+""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="buffers that are not saved, too",
+        old="""\
+        return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
+""",
+        new="""\
+        names = dict(self.module.named_buffers()) | names
+        return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
+""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="the state is rounded to bf16",
+        old="""\
+        all_gather_single(flat, self.shard.detach(), self.group)
+        return""",
+        new="""\
+        all_gather_single(flat, self.shard.detach(), self.group)
+        flat = flat.to(self.full.dtype).to(flat.dtype)
+        return""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="loads the first part on every rank",
+        old="""\
+            self.shard.copy_(self._mine(flat))
+""",
+        new="""\
+            self.shard.copy_(F.pad(flat, (0, self.length))[: self.length])
+""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="loads into new shards, which no optimizer knows",
+        old="""\
+        with torch.no_grad():
+            self.shard.copy_(self._mine(flat))
+""",
+        new="""\
+        self.shard = nn.Parameter(self._mine(flat), self.shard.requires_grad)
+""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        name="buffers are not loaded",
+        old="""\
+                    tensor.copy_(state[name])
+""",
+        new="""\
+                    pass
+""",
+    ),
     # checkpointing
-    Mutant("checkpointing", "does nothing", CHECKPOINT, "        pass\n"),
-    Mutant("checkpointing", "only the first unit", "    for unit in units:\n        # Not the unit", "    for unit in units[:1]:\n        # Not the unit"),
-    Mutant("checkpointing", "draws other random numbers", "use_reentrant=False)\n", "use_reentrant=False, preserve_rng_state=False)\n"),
-    Mutant("checkpointing", "the whole model at once, kept until the end", "    for unit in units:\n        # Not the unit",
-           "    for unit in [p for u in units for p in u.children()]:\n        # Not the unit"),
-    Mutant("checkpointing", "units are replaced by wrappers, with other names", CHECKPOINT,
-           "        class Wrapped(nn.Module):\n            def __init__(self, inner):\n                super().__init__()\n"
-           "                self.inner = inner\n\n            def forward(self, *args, **kwargs):\n"
-           "                return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)\n\n"
-           "        for parent in list(module.modules()):\n            for name, child in list(parent.named_children()):\n"
-           "                if child is unit:\n                    setattr(parent, name, Wrapped(unit))\n"),
-    Mutant("checkpointing", "activations are kept and computed again", CHECKPOINT,
-           "        def twice(*args, forward=unit.forward, unit=unit, **kwargs):\n            unit.kept = forward(*args, **kwargs)\n"
-           "            return checkpoint(forward, *args, use_reentrant=False, **kwargs)\n\n        unit.forward = twice\n"),
-]  # fmt: skip
+    Mutant(
+        problem="checkpointing",
+        name="does nothing",
+        old="""\
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+""",
+        new="""\
+        pass
+""",
+    ),
+    Mutant(
+        problem="checkpointing",
+        name="only the first unit",
+        old="""\
+    for unit in units:
+        # Not the unit""",
+        new="""\
+    for unit in units[:1]:
+        # Not the unit""",
+    ),
+    Mutant(
+        problem="checkpointing",
+        name="draws other random numbers",
+        old="""\
+use_reentrant=False)
+""",
+        new="""\
+use_reentrant=False, preserve_rng_state=False)
+""",
+    ),
+    Mutant(
+        problem="checkpointing",
+        name="the whole model at once, kept until the end",
+        old="""\
+    for unit in units:
+        # Not the unit""",
+        new="""\
+    for unit in [p for u in units for p in u.children()]:
+        # Not the unit""",
+    ),
+    Mutant(
+        problem="checkpointing",
+        name="units are replaced by wrappers, with other names",
+        old="""\
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+""",
+        new="""\
+        class Wrapped(nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, *args, **kwargs):
+                return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+        for parent in list(module.modules()):
+            for name, child in list(parent.named_children()):
+                if child is unit:
+                    setattr(parent, name, Wrapped(unit))
+""",
+    ),
+    Mutant(
+        problem="checkpointing",
+        name="activations are kept and computed again",
+        old="""\
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+""",
+        new="""\
+        def twice(*args, forward=unit.forward, unit=unit, **kwargs):
+            unit.kept = forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+        unit.forward = twice
+""",
+    ),
+]
 
 ALTERNATIVES = [
     Alternative(
