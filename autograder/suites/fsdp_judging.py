@@ -121,47 +121,47 @@ def expect_flat_bytes(ranks: Callable, run: Run, rng_cases: list, world_size: in
 def expect_order(ranks: Callable, run: Run, case: Case, number: int, keep: bool) -> None:
     """Each unit is gathered before its forward and again before its backward, then its gradients are scattered."""
     n, sizes = run.world_size, unit_sizes(case.models[0])
-    order = list(range(len(sizes) - 1))
+    asked = ["all_gather", "forward", *([] if keep else ["all_gather"]), "backward", "reduce_scatter"]
     for rank in range(n):
         events = step_events(run, rank, number)
-        for i in order:
+        for i in range(len(sizes) - 1):
             numel = sizes[i]
+            moments = [marks(events, f"{kind} {i}")[0] for kind in ("forward", "backward")]
             gathers = [e for e in events if of_unit(e, "all_gather", numel, n)]
             scatters = [e for e in events if of_unit(e, "reduce_scatter", numel, n)]
-            forward, backward = marks(events, f"forward {i}")[0], marks(events, f"backward {i}")[0]
-            told = listed([e for e in events if e in gathers or e in scatters or e in (forward, backward)])
-            rule = f"unit {i} ({numel} elements), in order: all_gather, forward, "
-            rule += "backward, reduce_scatter" if keep else "all_gather, backward, reduce_scatter"
-            right = [(e.op == "span", e.op) for e in sorted([*gathers, *scatters, forward, backward],
-                                                            key=lambda e: e.order)]  # fmt: skip
-            asked = ["all_gather", "span", *([] if keep else ["all_gather"]), "span", "reduce_scatter"]
-            if [op for _, op in right] == asked and all(e.done_order is not None for e in gathers):
-                late = next(
-                    (e for e, m in zip(gathers, (forward, backward), strict=False) if e.done_order > m.order), None
+            own = sorted([*gathers, *scatters, *moments], key=lambda e: e.order)
+            if [e.api.split()[0] if e in moments else e.op for e in own] != asked:
+                fail(
+                    case=case.name,
+                    expected=f"unit {i} ({numel} elements), in order: {', '.join(asked)}",
+                    found=f"{listed(own)} (rank {rank})",
+                    line=(scatters or gathers or [ranks.definition("FSDP")])[-1],
+                    perhaps=why_not_in_order(len(gathers), len(scatters), keep),
                 )
-                if late is None:
-                    continue
-                fail(case=case.name, expected="a unit's all_gather is waited for before it computes",
-                     found=f"unit {i} on rank {rank} computes first", line=late)  # fmt: skip
-            perhaps = None
-            if not gathers and not scatters:
-                perhaps = "this unit is not sharded at all, or not as one: parameters of a unit travel together"
-            elif len(gathers) == 1 and not keep:
-                perhaps = "freed after forward, a unit must come back before its backward; one that stays gathered " \
-                          "is what reshard_after_forward=False asks for"  # fmt: skip
-            elif len(gathers) == 2 and keep:
-                perhaps = "with reshard_after_forward=False a unit stays gathered from forward to backward"
-            elif len(scatters) != 1:
-                perhaps = (
-                    "gradients are reduced with one reduce_scatter for each unit; an all_reduce sends twice as much"
-                )
-            fail(
-                case=case.name,
-                expected=rule,
-                found=f"{told} (rank {rank})",
-                line=(scatters or gathers or [ranks.definition("FSDP")])[-1],
-                perhaps=perhaps,
-            )
+            for e, moment in zip(gathers, moments, strict=False):
+                if e.done_order is None or e.done_order > moment.order:
+                    fail(
+                        case=case.name,
+                        expected="a unit's all_gather is waited for before it computes",
+                        found=f"unit {i} on rank {rank} computes first",
+                        line=e,
+                    )
+
+
+def why_not_in_order(gathers: int, scatters: int, keep: bool) -> str | None:
+    """The likely reason, from how many collectives a unit had in a step."""
+    if not gathers and not scatters:
+        return "this unit is not sharded at all, or not as one: parameters of a unit travel together"
+    if gathers == 1 and not keep:
+        return (
+            "freed after forward, a unit must come back before its backward; to stay gathered is what "
+            "reshard_after_forward=False asks for"
+        )
+    if gathers == 2 and keep:
+        return "with reshard_after_forward=False a unit stays gathered from forward to backward"
+    if scatters != 1:
+        return "gradients are reduced with one reduce_scatter for each unit; an all_reduce sends twice as much"
+    return "a unit's backward is over when the gradients of its inputs are there: not before, not much later"
 
 
 def expect_bounded(ranks: Callable, run: Run, case: Case, number: int, most: int = 1) -> None:
