@@ -444,23 +444,25 @@ def compare_step(ranks: Callable, run: Run, case: Case, number: int, place: tupl
     i, rank = place
     kind = case.programs[i][step][0]
     ahead = [s[0] for s in case.programs[i][:step]]
-    after = f"in {kind}, step {step} of the case" + (f" (after {', '.join(ahead[-4:])})" if ahead else "")
-    calls = [e for e in run.in_case(number) if e.rank == rank and e.is_collective]
-    line = next((e for e in reversed(calls) if e.line), None) or ranks.definition("FSDP")
     if kind not in ("step", "forward", "eval"):
         return
+    after = f"in {kind}, step {step} of the case" + (f" (after {', '.join(ahead[-4:])})" if ahead else "")
+    calls = [e for e in run.in_case(number) if e.rank == rank and e.is_collective]
+    reductions = [e for e in calls if e.op in ("reduce_scatter", "all_reduce")]
+    line = (reductions if "update" in ahead and reductions else [ranks.definition("FSDP")])[-1]
     seen = [(index, kept) for what, index, kept, _ in found["seen"] if what == "forward"]
     for (index, tensors), (_, got) in zip(wanted.seen, seen, strict=False):
         for name, value in tensors.items():
             wrong = difference(got.get(name), expect(case, value, computed_in(case, index, name)))
             if wrong:
                 before = wanted.before.get((index, name))
+                why = misconception(got.get(name), value, before, len(case.models), name)
                 fail(
                     case=case.name,
                     expected=f"{name_of(index, name)} on rank {rank} {after}: {wrong[0]}",
                     found=wrong[1],
                     line=line,
-                    perhaps=misconception(got.get(name), value, before, len(case.models), name) or case.perhaps,
+                    perhaps="; ".join(filter(None, [why, case.perhaps])),
                 )
     wrong = difference(found["y"], expect(case, wanted.outputs[i], computed_in(case, ROOT, "head")))
     if wrong:
