@@ -23,7 +23,7 @@ import torch.multiprocessing as mp  # noqa: E402
 
 from autograder.grading import catalog, session  # noqa: E402
 from autograder.lab import ranks  # noqa: E402
-from tests import bench_ddp  # noqa: E402
+from tests import bench_ddp, bench_fsdp  # noqa: E402
 
 MODULE = "01_collectives"
 REFERENCE = ROOT / "solutions" / MODULE / "collectives.py"
@@ -183,6 +183,8 @@ def main() -> None:
     compare_recorder()
     print()
     bench_ddp.main()
+    print()
+    bench_fsdp.main()
 
 
 if __name__ == "__main__":

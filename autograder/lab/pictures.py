@@ -533,3 +533,83 @@ def backwards(steps: Mapping[str, Moments]) -> Figure:
         handles, list(words.values()), loc="outside lower center", ncols=len(words), frameon=False, fontsize=TEXT
     )
     return figure
+
+
+# Units ------------------------------------------------------------------------------------------------------
+
+
+def unit_events(events: Sequence[tuple[str, int]], units: int, titles: Sequence[str] | None = None) -> Figure:
+    """The order of events of a step under FSDP: one row for each unit, one column for each event; no clock.
+
+    A bar runs from a unit's all-gather to the event with which it is freed.
+
+    Args:
+        events: in order, each a kind and its unit: "gather", "forward", "backward", "scatter", or "free".
+        units: how many there are.
+        titles: of the rows.
+    """
+    figure = Figure(figsize=(WIDTH, 0.42 * units + 1.0), layout="constrained")
+    ax = figure.subplots()
+    look = {
+        "gather": ("collective", "\u2193"), "forward": ("compute", "F"), "backward": ("compute", "B"),
+        "scatter": ("send", "\u2191"),
+    }  # fmt: skip
+    columns = [(kind, unit) for kind, unit in events if kind != "free"]
+    since: dict[int, int] = {}
+    held = []
+    x = 0
+    for kind, unit in events:
+        if kind == "free":
+            if unit in since:
+                held.append((unit, since.pop(unit), x))
+            continue
+        if kind == "gather":
+            since.setdefault(unit, x)
+        x += 1
+    held += [(unit, start, x) for unit, start in since.items()]
+    for unit, start, end in held:
+        ax.broken_barh([(start, end - start)], (unit - 0.42, 0.84), color=_tint(KIND["wait"], 0.8), linewidth=0)
+    for x, (kind, unit) in enumerate(columns):
+        colour, letter = look[kind]
+        ax.add_patch(Rectangle((x + 0.06, unit - 0.3), 0.88, 0.6, fc=_tint(KIND[colour], 0.7), ec="none"))
+        ax.text(x + 0.5, unit, letter, ha="center", va="center", fontsize=TEXT, color=INK)
+    ax.set(xlim=(0, len(columns)), ylim=(units - 0.4, -0.6), xlabel="events, in order")
+    ax.set_yticks(range(units), titles or [f"unit {i}" for i in range(units)])
+    ax.tick_params(labelsize=TEXT, colors=INK, left=False)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    words = {"gather": "all-gather", "forward": "forward, backward", "scatter": "reduce-scatter"}
+    handles = [Rectangle((0, 0), 1, 1, color=_tint(KIND[look[k][0]], 0.7)) for k in words]
+    handles.append(Rectangle((0, 0), 1, 1, color=_tint(KIND["wait"], 0.8)))
+    figure.legend(
+        handles, [*words.values(), "gathered"], loc="outside lower center", ncols=4, frameon=False, fontsize=TEXT
+    )
+    return figure
+
+
+def link_and_device(plans: Mapping[str, Sequence[tuple[str, float, float, str]]]) -> Figure:
+    """Plans one under the other: what the device computes and what the link carries, over milliseconds.
+
+    Args:
+        plans: title -> bars, each a kind ("compute", "collective" or "send"), start and end in ms, and its label.
+    """
+    figure = Figure(figsize=(WIDTH, 1.1 * len(plans) + 0.9), layout="constrained")
+    ax = figure.subplots()
+    longest = max(end for bars in plans.values() for _, _, end, _ in bars)
+    for row, (title, bars) in enumerate(plans.items()):
+        y = 3.3 * row
+        ax.text(0, y - 0.15, title, fontsize=TEXT, color=INK, va="bottom")
+        for kind, start, end, label in bars:
+            lane = y if kind == "compute" else y + 1
+            ax.add_patch(Rectangle((start, lane), end - start, 0.9, fc=_tint(KIND[kind], 0.65), ec="white", lw=0.8))
+            if end - start > longest / 28:
+                ax.text((start + end) / 2, lane + 0.45, label, ha="center", va="center", fontsize=TEXT - 1, color=INK)
+        last = max(end for _, _, end, _ in bars)
+        ax.text(last + longest / 100, y + 0.95, _duration(last / 1e3), fontsize=TEXT, va="center", color=INK)
+    _plain(ax)
+    ax.set(xlim=(0, 1.1 * longest), ylim=(3.3 * len(plans) - 1.1, -1), xlabel="milliseconds")
+    ax.set_yticks([])
+    ax.spines["left"].set_visible(False)
+    words = {"compute": "device computes", "collective": "link: all-gather", "send": "link: reduce-scatter"}
+    handles = [Rectangle((0, 0), 1, 1, color=_tint(KIND[k], 0.65)) for k in words]
+    figure.legend(handles, list(words.values()), loc="outside lower center", ncols=3, frameon=False, fontsize=TEXT)
+    return figure

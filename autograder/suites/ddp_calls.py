@@ -28,6 +28,7 @@ from autograder.suites.kit import (
     hand_out,
     laid_out,
     one_thread,
+    timeline,
 )
 
 # ----------------------------------------------------------------------------------------------------------- the models
@@ -372,16 +373,6 @@ def make(
 
 
 # ------------------------------------------------------------------------------------------------------------ the order
-
-
-def timeline(run: Run, rank: int, number: int) -> list[Event]:
-    """All that one rank did in one case, marks too, in order."""
-    chosen, seen = [], -1
-    for e in run.of(rank):
-        seen += e.op == "case"
-        if seen == number:
-            chosen.append(e)
-    return sorted(chosen, key=lambda e: e.order)
 
 
 def within(order: int | None, spans: list[Event]) -> bool:

@@ -25,10 +25,9 @@ from autograder.suites.ddp_calls import (
     spans,
     strided_terms,
     terms,
-    timeline,
     within,
 )
-from autograder.suites.kit import as_is, difference, draw_int, fail, hand_out
+from autograder.suites.kit import as_is, difference, draw_int, fail, hand_out, timeline
 
 CAP = {"OverlappedDDP": (), "BucketedDDP": (0.0001,)}  # 104 bytes: 26 numbers of float32
 

@@ -276,6 +276,16 @@ def messages(events: Iterable[Event], rank: int, op: str = "send") -> list[Event
     return [e for e in events if e.rank == rank and e.op == op and e.numel > 0 and not e.raised]
 
 
+def timeline(run: Run, rank: int, number: int) -> list[Event]:
+    """All that one rank did in one case, marks too, in order."""
+    chosen, seen = [], -1
+    for e in run.of(rank):
+        seen += e.op == "case"
+        if seen == number:
+            chosen.append(e)
+    return sorted(chosen, key=lambda e: e.order)
+
+
 # --------------------------------------------------------------------------------------------------- plain numbers
 
 
