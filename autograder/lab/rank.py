@@ -90,7 +90,7 @@ class RankContext:
 
 
 def refuse_names(names: dict[str, str]) -> None:
-    """Make classes and functions raise `Forbidden` when they are called, by whatever name they are imported later.
+    """Make classes and functions raise `Forbidden` when they are called, however they are imported later.
 
     Args:
         names: full name -> what to do instead.
@@ -105,8 +105,10 @@ def refuse_names(names: dict[str, str]) -> None:
         if isinstance(target, type):
             target.__init__ = refuse
             continue
-        for module in [m for n, m in sys.modules.items() if n.startswith("torch")]:
-            if vars(module).get(last) is target:  # to look for it under other names takes 0.1 s in every rank
+        # In its own package, by its own name: to go through all of torch, name by name, takes 0.1 s in every rank.
+        package = ".".join(owner.split(".")[:2])
+        for module in [m for n, m in sys.modules.items() if n.startswith(package)]:
+            if vars(module).get(last) is target:
                 setattr(module, last, refuse)
 
 

@@ -251,7 +251,8 @@ def expect_norm(ranks: Callable, run: Run, case: Case, number: int, step: int) -
 
 def expect_state(ranks: Callable, case: Case, found: dict, wanted: dict, rank: int, what: str) -> None:
     where = ranks.definition("FSDP")
-    if not isinstance(found, dict) or sorted(found) != sorted(wanted):
+    found = found if isinstance(found, dict) else {}
+    if sorted(found) != sorted(wanted):
         missing = sorted(set(wanted) - set(found))
         more = sorted(set(found) - set(wanted))
         fail(
