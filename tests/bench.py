@@ -23,7 +23,7 @@ import torch.multiprocessing as mp  # noqa: E402
 
 from autograder.grading import catalog, session  # noqa: E402
 from autograder.lab import ranks  # noqa: E402
-from tests import bench_ddp, bench_fsdp  # noqa: E402
+from tests import bench_ddp, bench_fsdp, bench_lab  # noqa: E402
 
 MODULE = "01_collectives"
 REFERENCE = ROOT / "solutions" / MODULE / "collectives.py"
@@ -181,6 +181,7 @@ def main() -> None:
         whole_module(name)
     compare_ways()
     compare_recorder()
+    bench_lab.main()
     print()
     bench_ddp.main()
     print()

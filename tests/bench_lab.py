@@ -1,4 +1,4 @@
-"""What recording costs: `python tests/bench_lab.py` prints the time of a check with the recorder over one without.
+"""What recording costs where much is recorded: part of `make bench`. The time with the recorder over that without.
 
 Two kinds of work, on 4 ranks: a check of module 01 in kind (rings of small messages), and a training step that
 issues an all-reduce for each parameter.
@@ -60,7 +60,3 @@ def main() -> None:
         for what, kind in enumerate(("by the clock", "of computing")):
             one, other = (min(times[what] for times in column) for column in (recorded, plain))
             print(f"{body.__name__:<9} {one:.3f} s {kind} with the recorder, {other:.3f} s without: {one / other:.2f}x")
-
-
-if __name__ == "__main__":
-    main()
