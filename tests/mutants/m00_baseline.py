@@ -10,30 +10,35 @@ MUTANTS = [
     # get_batch
     Mutant(
         problem="get_batch",
+        check="get_batch_windows",
         name="the target is not shifted",
         old="return windows[:, :-1], windows[:, 1:]",
         new="return windows[:, :-1], windows[:, :-1].clone()",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_windows",
         name="the target is shifted the other way",
         old="return windows[:, :-1], windows[:, 1:]",
         new="return windows[:, 1:], windows[:, :-1]",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_starts",
         name="never draws the last start",
         old="starts = torch.randint(0, len(tokens) - context_length, (batch_size,)).tolist()",
         new="starts = torch.randint(0, max(1, len(tokens) - context_length - 1), (batch_size,)).tolist()",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_windows",
         name="draws a start that is one too far",
         old="starts = torch.randint(0, len(tokens) - context_length, (batch_size,)).tolist()",
         new="starts = torch.randint(0, len(tokens) - context_length + 1, (batch_size,)).tolist()",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_starts",
         name="draws any start and moves those that are too far to the last one",
         old="starts = torch.randint(0, len(tokens) - context_length, (batch_size,)).tolist()",
         new="""\
@@ -42,12 +47,14 @@ starts = torch.randint(0, len(tokens), (batch_size,))
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_generator",
         name="draws from numpy's generator",
         old="starts = torch.randint(0, len(tokens) - context_length, (batch_size,)).tolist()",
         new="starts = np.random.randint(0, len(tokens) - context_length, batch_size).tolist()",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_generator",
         name="draws from a generator of its own",
         old="starts = torch.randint(0, len(tokens) - context_length, (batch_size,)).tolist()",
         new="""\
@@ -57,12 +64,14 @@ generator = torch.Generator()
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_generator",
         name="draws once more than it needs",
         old="starts = torch.randint(0, len(tokens) - context_length, (batch_size,)).tolist()",
         new="starts = torch.randint(0, len(tokens) - context_length, (batch_size + 1,))[:-1].tolist()",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_generator",
         name="one start for the whole batch",
         old="starts = torch.randint(0, len(tokens) - context_length, (batch_size,)).tolist()",
         new="""\
@@ -71,12 +80,14 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_memory",
         name="converts the whole file",
         old="    windows = np.stack([tokens[start",
         new="    tokens = tokens.astype(np.int64)\n    windows = np.stack([tokens[start",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_memory",
         name="copies the whole file into a tensor",
         old="""\
     windows = np.stack([tokens[start : start + context_length + 1] for start in starts])
@@ -89,30 +100,35 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_windows",
         name="int32 tokens, which an embedding takes as well and a loss does not",
         old="torch.from_numpy(windows.astype(np.int64))",
         new="torch.from_numpy(windows.astype(np.int32))",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_windows",
         name="goes through int16, too small for the upper half of uint16",
         old="torch.from_numpy(windows.astype(np.int64))",
         new="torch.from_numpy(windows.astype(np.int16).astype(np.int64))",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_short",
         name="says nothing of a file that is too short",
         old="    if len(tokens) < context_length + 1:\n",
         new="    if len(tokens) < 0:\n",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_short",
         name="accepts a file without room for the last target",
         old="    if len(tokens) < context_length + 1:\n",
         new="    if len(tokens) < context_length:\n",
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_device",
         name="leaves the batch on the CPU",
         old="torch.from_numpy(windows.astype(np.int64)).to(device)",
         new="torch.from_numpy(windows.astype(np.int64))",
@@ -120,36 +136,42 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     # seed_everything
     Mutant(
         problem="seed_everything",
+        check="seed_python",
         name="forgets Python's generator",
         old="    random.seed(seed + rank)\n",
         new="",
     ),
     Mutant(
         problem="seed_everything",
+        check="seed_numpy",
         name="makes a new numpy generator instead of seeding the global one",
         old="    np.random.seed((seed + rank) % 2**32)\n",
         new="    np.random.default_rng((seed + rank) % 2**32)\n",
     ),
     Mutant(
         problem="seed_everything",
+        check="seed_torch",
         name="makes a new torch generator instead of seeding the global one",
         old="    torch.manual_seed(seed + rank)  # all devices\n",
         new="    torch.Generator().manual_seed(seed + rank)\n",
     ),
     Mutant(
         problem="seed_everything",
+        check="seed_ranks",
         name="ignores the rank",
         old="    torch.manual_seed(seed + rank)  # all devices\n",
         new="    torch.manual_seed(seed)\n",
     ),
     Mutant(
         problem="seed_everything",
+        check="seed_python",
         name="multiplies by the rank, so that all seeds are 0 on rank 0",
         old="    random.seed(seed + rank)\n",
         new="    random.seed(seed * rank)\n",
     ),
     Mutant(
         problem="seed_everything",
+        check="seed_large",
         name="numpy refuses a large seed",
         old="np.random.seed((seed + rank) % 2**32)",
         new="np.random.seed(seed + rank)",
@@ -157,96 +179,112 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     # cosine_lr
     Mutant(
         problem="cosine_lr",
+        check="lr_warmup",
         name="the warm-up is one step ahead",
         old="return max_lr * step / warmup_steps",
         new="return max_lr * (step + 1) / warmup_steps",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_warmup",
         name="the warm-up has one step more",
         old="    if step < warmup_steps:\n        return max_lr * step / warmup_steps",
         new="    if step <= warmup_steps:\n        return max_lr * step / (warmup_steps + 1)",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_warmup",
         name="divides by a warm-up of no steps",
         old="    if step < warmup_steps:\n",
         new="    if step <= warmup_steps:\n",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_warmup",
         name="the warm-up starts from min_lr",
         old="return max_lr * step / warmup_steps",
         new="return min_lr + (max_lr - min_lr) * step / warmup_steps",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_warmup",
         name="the cosine counts from step 0",
         old="t, length = step - warmup_steps, cycle_steps",
         new="t, length = step, cycle_steps",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_cycle",
         name="the warm-up is a part of the first cycle",
         old="t, length = step - warmup_steps, cycle_steps",
         new="t, length = step - warmup_steps, max(1, cycle_steps - warmup_steps)",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_restart",
         name="never restarts and stays at min_lr",
         old="    while t >= length:\n",
         new="    if t >= length:\n        return min_lr\n    while t >= length:\n",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_restart",
         name="restarts one step late",
         old="    while t >= length:\n",
         new="    while t > length:\n",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_restart",
         name="never restarts: the cosine rises again",
         old="    while t >= length:\n",
         new="    while False:\n",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_growing_cycles",
         name="ignores cycle_mult",
         old="        length = round(cycle_mult * length)\n",
         new="",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_growing_cycles",
         name="cuts the length of a cycle off instead of rounding it",
         old="        length = round(cycle_mult * length)\n",
         new="        length = int(cycle_mult * length)\n",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_growing_cycles",
         name="does not round the length of a cycle",
         old="        length = round(cycle_mult * length)\n",
         new="        length = cycle_mult * length\n",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_growing_cycles",
         name="multiplies only once",
         old="        length = round(cycle_mult * length)\n",
         new="        length = round(cycle_mult * cycle_steps)\n",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_cycle",
         name="ignores min_lr",
         old="return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * t / length)) / 2",
         new="return max_lr * (1 + math.cos(math.pi * t / length)) / 2",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_cycle",
         name="a whole period of the cosine in a cycle",
         old="math.cos(math.pi * t / length)",
         new="math.cos(2 * math.pi * t / length)",
     ),
     Mutant(
         problem="cosine_lr",
+        check="lr_cycle",
         name="a straight line instead of a cosine",
         old="(1 + math.cos(math.pi * t / length)) / 2",
         new="(1 - t / length)",
@@ -254,12 +292,14 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     # checkpoint
     Mutant(
         problem="checkpoint",
+        check="checkpoint_optimizer",
         name="saves only weights",
         old='        "optimizer": optimizer.state_dict(),\n',
         new='        "optimizer": {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]},\n',
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_model",
         name="saves the parameters and not the buffers",
         old="    model.load_state_dict(state",
         new="""\
@@ -269,12 +309,14 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_optimizer",
         name="does not load the optimizer",
         old='        optimizer.load_state_dict(state["optimizer"])\n',
         new="        pass\n",
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_optimizer",
         name="loads the moments and not the groups' settings",
         old='        optimizer.load_state_dict(state["optimizer"])\n',
         new="""\
@@ -286,66 +328,77 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_random",
         name="does not load the random states",
         old='    set_random_states(state["random"])\n',
         new="",
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_random",
         name="forgets numpy's random state",
         old='    np.random.set_state(states["numpy"])\n',
         new="",
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_random",
         name="forgets Python's random state",
         old='    random.setstate(states["python"])\n',
         new="",
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_random",
         name="saves a seed drawn from torch in place of its state",
         old='"torch": torch.get_rng_state(),',
         new='"torch": torch.manual_seed(torch.randint(0, 2**31, ()).item()).get_state(),',
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_random",
         name="forgets half of a pair of normal numbers in numpy's state",
         old='"numpy": (name, keys.tolist(), *rest),',
         new='"numpy": (name, keys.tolist(), rest[0]),',
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_model",
         name="returns the iteration after the one that was saved",
         old='    return state["iteration"]\n',
         new='    return state["iteration"] + 1\n',
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_safe",
         name="trusts the pickle: weights_only=False",
         old='map_location="cpu", weights_only=True)',
         new='map_location="cpu", weights_only=False)',
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_model",
         name="saves numpy's array, which weights_only=True refuses",
         old='"numpy": (name, keys.tolist(), *rest),',
         new='"numpy": (name, keys, *rest),',
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_device",
         name="no map_location",
         old='torch.load(source, map_location="cpu", weights_only=True)',
         new="torch.load(source, weights_only=True)",
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_model",
         name="puts the loaded tensors in the place of the model's",
         old='    model.load_state_dict(state["model"])\n',
         new='    model.load_state_dict(state["model"], assign=True)\n',
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_disk_full",
         name="writes straight to the path",
         old="""\
     unfinished = Path(f"{os.fspath(out)}.unfinished")
@@ -359,18 +412,21 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_killed",
         name="opens the path itself",
         old='    unfinished = Path(f"{os.fspath(out)}.unfinished")\n',
         new="    unfinished = Path(out)\n",
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_killed",
         name="removes the old file before the new one takes its place",
         old="    unfinished.replace(out)\n",
         new="    Path(out).unlink(missing_ok=True)\n    unfinished.rename(out)\n",
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_model",
         name="moves the old file out of the way first",
         old='    unfinished = Path(f"{os.fspath(out)}.unfinished")\n',
         new="""\

@@ -44,30 +44,35 @@ MUTANTS = [
     # shard_batch
     Mutant(
         problem="shard_batch",
+        check="shard_batch_tensor",
         name="every world_size-th row",
         old="    return batch[rank * rows : (rank + 1) * rows]\n",
         new="    return batch[rank::world_size]\n",
     ),
     Mutant(
         problem="shard_batch",
+        check="shard_batch_uneven",
         name="drops the rows that are left over",
         old="    if rest:\n",
         new="    if False:\n",
     ),
     Mutant(
         problem="shard_batch",
+        check="shard_batch_uneven",
         name="gives the rows that are left over to some ranks",
         old="    if rest:\n",
         new="    if rest:\n        return batch.tensor_split(world_size)[rank]\n    if rest:\n",
     ),
     Mutant(
         problem="shard_batch",
+        check="shard_batch_kinds",
         name="a tuple comes back as a list",
         old="return type(batch)(shard_batch(part, rank, world_size) for part in batch)",
         new="return [shard_batch(part, rank, world_size) for part in batch]",
     ),
     Mutant(
         problem="shard_batch",
+        check="shard_batch_kinds",
         name="knows no dict",
         old="""\
     if isinstance(batch, dict):
@@ -77,6 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="shard_batch",
+        check="shard_batch_tensor",
         name="cuts the last dimension",
         old="    return batch[rank * rows : (rank + 1) * rows]\n",
         new="    return batch[..., rank * rows : (rank + 1) * rows]\n",
@@ -84,54 +90,63 @@ MUTANTS = [
     # broadcast_module
     Mutant(
         problem="broadcast_module",
+        check="broadcast_module_frozen",
         name="parameters only, no buffers",
         old="[*module.parameters(), *module.buffers()]",
         new="[*module.parameters()]",
     ),
     Mutant(
         problem="broadcast_module",
+        check="broadcast_module_frozen",
         name="no frozen parameters",
         old="[*module.parameters(), *module.buffers()]",
         new="[*trainable(module), *module.buffers()]",
     ),
     Mutant(
         problem="broadcast_module",
+        check="broadcast_module_frozen",
         name="sends a shared parameter twice, and no buffer that is not saved",
         old="[*module.parameters(), *module.buffers()]",
         new="module.state_dict().values()",
     ),
     Mutant(
         problem="broadcast_module",
+        check="broadcast_module_traffic",
         name="sends a shared parameter twice",
         old="[*module.parameters(), *module.buffers()]",
         new="[*dict(module.named_parameters(remove_duplicate=False)).values(), *module.buffers()]",
     ),
     Mutant(
         problem="broadcast_module",
+        check="broadcast_module_subgroup",
         name="src is a group rank",
         old="        dist.broadcast(message, src, group)\n",
         new="        dist.broadcast(message, group=group, group_src=src)\n",
     ),
     Mutant(
         problem="broadcast_module",
+        check="broadcast_module_subgroup",
         name="the default source is rank 0, in a group too",
         old="src = dist.get_global_rank(group or dist.group.WORLD, 0)",
         new="src = 0",
     ),
     Mutant(
         problem="broadcast_module",
+        check="broadcast_module_strided",
         name="sends tensors as they are, contiguous or not",
         old=BROADCAST,
         new="        dist.broadcast(tensor.data, src, group)\n",
     ),
     Mutant(
         problem="broadcast_module",
+        check="broadcast_module_strided",
         name="does not copy back what arrives in a contiguous copy",
         old=BROADCAST,
         new="        dist.broadcast(tensor.data.contiguous(), src, group)\n",
     ),
     Mutant(
         problem="broadcast_module",
+        check="broadcast_module_traffic",
         name="everything in one float32 message",
         old="""\
     for tensor in [*module.parameters(), *module.buffers()]:  # neither names a shared one twice
@@ -148,6 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="broadcast_module",
+        check="broadcast_module_parameters",
         name="new parameters, which no optimizer knows",
         old="        with torch.no_grad():\n            tensor.copy_(message)\n",
         new="""\
@@ -161,24 +177,28 @@ MUTANTS = [
     # average_gradients
     Mutant(
         problem="naive_sync",
+        check="naive_sync_values",
         name="the sum, not the average",
         old="        finish_average([p], start_average([p], 1 / dist.get_world_size(group), group))\n",
         new="        finish_average([p], start_average([p], 1.0, group))\n",
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_subgroup",
         name="divides by the size of the default group",
         old="        finish_average([p], start_average([p], 1 / dist.get_world_size(group), group))\n",
         new="        finish_average([p], start_average([p], 1 / dist.get_world_size(), group))\n",
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_missing",
         name="skips a gradient that is None: a deadlock, or a mix-up",
         old=NAIVE,
         new=NAIVE.replace("trainable(module)", "[p for p in trainable(module) if p.grad is not None]"),
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_missing",
         name="gives a rank without the gradient no average",
         old=NAIVE,
         new="""\
@@ -194,6 +214,7 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_missing",
         name="divides by the number of ranks that have the gradient",
         old=NAIVE,
         new="""\
@@ -208,18 +229,21 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_values",
         name="a frozen parameter gets a gradient of zeros",
         old="    return [p for p in module.parameters() if p.requires_grad]\n",
         new="    return list(module.parameters())\n",
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_traffic",
         name="sends a tied gradient twice",
         old="    return [p for p in module.parameters() if p.requires_grad]\n",
         new="    return [p for _, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]\n",
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_strided",
         name="sends gradients as they are, contiguous or not",
         old=NAIVE,
         new="""\
@@ -235,6 +259,7 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_values",
         name="sends float32 whatever the dtype",
         old=START,
         new=START
@@ -245,18 +270,21 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_values",
         name="never waits",
         old="    work.wait()\n    for p, part",
         new="    for p, part",
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_values",
         name="wraps the module in PyTorch's own DDP",
         old=NAIVE,
         new="    from torch.nn.parallel import DistributedDataParallel as Wrapped\n\n    Wrapped(module)\n" + NAIVE,
     ),
     Mutant(
         problem="naive_sync",
+        check="naive_sync_values",
         name="averages the parameters",
         old=NAIVE,
         new=NAIVE.replace(
@@ -267,6 +295,7 @@ def average_gradients_flat""",
     # average_gradients_flat
     Mutant(
         problem="flat_sync",
+        check="flat_sync_traffic",
         name="one message for each gradient",
         old="""\
         alike = [p for p in parameters if p.dtype == dtype]
@@ -279,6 +308,7 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="flat_sync",
+        check="flat_sync_traffic",
         name="all dtypes in one message of the widest",
         old="""\
     for dtype in dict.fromkeys(p.dtype for p in parameters):  # in the order of the model: the same on every rank
@@ -290,12 +320,14 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="flat_sync",
+        check="flat_sync_missing",
         name="only the gradients that this rank has",
         old="        alike = [p for p in parameters if p.dtype == dtype]\n",
         new="        alike = [p for p in parameters if p.dtype == dtype and p.grad is not None]\n",
     ),
     Mutant(
         problem="flat_sync",
+        check="flat_sync_values",
         name="dtypes in the order in which a rank has gradients",
         old="    for dtype in dict.fromkeys(p.dtype for p in parameters):",
         new="""\
@@ -303,12 +335,14 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="flat_sync",
+        check="flat_sync_values",
         name="puts the parts back in the wrong order",
         old="        finish_average(alike, start_average(alike, 1 / dist.get_world_size(group), group))\n",
         new="        finish_average(alike[::-1], start_average(alike, 1 / dist.get_world_size(group), group))\n",
     ),
     Mutant(
         problem="flat_sync",
+        check="flat_sync_subgroup",
         name="averages over the default group",
         old="        finish_average(alike, start_average(alike, 1 / dist.get_world_size(group), group))\n",
         new="        finish_average(alike, start_average(alike, 1 / dist.get_world_size(), group))\n",
@@ -316,12 +350,14 @@ def average_gradients_flat""",
     # average_gradients_weighted
     Mutant(
         problem="weighted_sync",
+        check="weighted_sync_values",
         name="the mean of the means",
         old=WEIGHTED,
         new="        finish_average([p], start_average([p], 1 / dist.get_world_size(group), group))\n",
     ),
     Mutant(
         problem="weighted_sync",
+        check="weighted_sync_empty",
         name="0 * nan on a rank without samples",
         old="""\
     if num_samples == 0:
@@ -332,6 +368,7 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="weighted_sync",
+        check="weighted_sync_empty",
         name="a rank without samples stays away: a deadlock",
         old="""\
     if num_samples == 0:
@@ -345,30 +382,35 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="weighted_sync",
+        check="weighted_sync_large",
         name="multiplies by n before adding, divides by the total after: overflow in float16",
         old=WEIGHTED,
         new="        finish_average([p], start_average([p], num_samples, group))\n        p.grad /= total.item()\n",
     ),
     Mutant(
         problem="weighted_sync",
+        check="weighted_sync_large",
         name="counts in the dtype of the gradients",
         old="    total = torch.tensor(num_samples, device=device)\n",
         new="    total = torch.tensor(float(num_samples), device=device, dtype=parameters[0].dtype)\n",
     ),
     Mutant(
         problem="weighted_sync",
+        check="weighted_sync_values",
         name="divides once more by the number of ranks",
         old=WEIGHTED,
         new=WEIGHTED.replace("total.item()", "total.item() / dist.get_world_size(group)"),
     ),
     Mutant(
         problem="weighted_sync",
+        check="weighted_sync_values",
         name="the total of the default group",
         old="    dist.all_reduce(total, group=group)\n    for p in parameters:\n",
         new="    for p in parameters:\n        total = torch.tensor(num_samples * dist.get_world_size())\n",
     ),
     Mutant(
         problem="weighted_sync",
+        check="weighted_sync_traffic",
         name="asks for the number of samples again with each gradient, and sends the gradient twice",
         old=WEIGHTED,
         new="        start_average([p], 1.0, group)[1].wait()\n" + WEIGHTED,
@@ -376,18 +418,21 @@ def average_gradients_flat""",
     # OverlappedDDP
     Mutant(
         problem="overlapped",
+        check="overlapped_construction",
         name="no broadcast at construction",
         old="        broadcast_module(module, group=group)\n        self.module",
         new="        self.module",
     ),
     Mutant(
         problem="overlapped",
+        check="overlapped_order",
         name="the hooks only collect, and finish sends",
         old=WHILE,
         new="            while (n := len(self.messages)) < 0:\n",
     ),
     Mutant(
         problem="overlapped",
+        check="overlapped_order",
         name="each gradient is sent when the next one comes",
         old="            self.ready.add(parameter)\n",
         new="""\
@@ -397,6 +442,7 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="overlapped",
+        check="overlapped_waiting",
         name="a blocking all_reduce in the hook",
         old="                self.messages.append(start_average(self.buckets[n], self.weight, group))\n\n",
         new="""\
@@ -407,6 +453,7 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="overlapped",
+        check="overlapped_unused",
         name="sends each gradient as it becomes ready, in another order on each rank",
         old=HOOK,
         new=HOOK.replace(
@@ -421,6 +468,7 @@ def average_gradients_flat""",
     ),
     Mutant(
         problem="overlapped",
+        check="overlapped_unused",
         name="does not send unused parameters in finish: a deadlock where another rank uses them",
         old="""\
         for bucket in self.buckets[len(self.messages) :]:
