@@ -532,7 +532,7 @@ ENDINGS = [
     (destroys_its_group, 2, "failed", "rank 1 lost its connection", {"perhaps": "destroyed the process group"}, {}),
     (not_contiguous, 2, "failed", "has to be contiguous", {"perhaps": "t.contiguous()"}, {}),
     (no_such_rank, 2, "failed", "there is no rank 7 in a group of 2", {"your line": "dist.send("}, {}),
-    (to_itself, 2, "failed", "Invalid destination rank", {"perhaps": "keeps its own part with a copy"}, {}),
+    (to_itself, 2, "failed", "Invalid destination rank", {"perhaps": "is copied, not sent"}, {}),
 ]  # fmt: skip
 
 
