@@ -204,16 +204,21 @@ class Job:
 
     def _left_behind(self) -> list[str]:
         """Child processes that ranks have started and not ended."""
-        left = []
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if process.pid in self.pids or process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                command = process.cmdline()
-                if command == psutil.Process().cmdline():
-                    left.append("child process made by os.fork or multiprocessing")
-                else:
-                    left.append(f"child process '{' '.join(command)[:80] or process.name()}'")
+        own = psutil.Process().cmdline()
+        for _ in range(10):
+            left, commands = [], []
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if process.pid in self.pids or process.status() == psutil.STATUS_ZOMBIE:
+                        continue
+                    commands.append(process.cmdline())
+                    if commands[-1] == own:
+                        left.append("child process made by os.fork or multiprocessing")
+                    else:
+                        left.append(f"child process '{' '.join(commands[-1])[:80] or process.name()}'")
+            if all(commands):
+                break
+            time.sleep(0.002)  # one without a command is just ending, and may have started others: look again
         return left
 
     def _end_all(self) -> None:

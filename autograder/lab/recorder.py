@@ -215,10 +215,10 @@ class Recorder(TorchDispatchMode):
         self.log.wait()
         message, copy = self.watched.pop(index, (None, None))
         changed = message is not None and _bytes(message) != copy
+        self.arriving.pop(index, None)  # gloo's own wait may copy the result into place
         try:
             return wait()
         finally:
-            self.arriving.pop(index, None)
             self.log.go_on()
             if index is not None:
                 self.log.moment("done", index)

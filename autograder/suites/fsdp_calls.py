@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autograder.lab.findings import Finding
 from autograder.lab.ledger import Event
 from autograder.lab.live import LiveTensors
 from autograder.lab.ranks import PerRank, Run
@@ -413,7 +414,18 @@ def play(ranks: Callable, cases: list[Case], world_size: int, members: list[int]
         own[rank] = [
             (c.name, c.models[i], c.programs[i], c.settings, (c.lr, c.decay), c.measured, c.checkpointed) for c in cases
         ]
-    return ranks(play_cases, world_size, PerRank(own), members)
+    try:
+        return ranks(play_cases, world_size, PerRank(own), members)
+    except Finding as failure:
+        if "empty parameter list" in failure.title:
+            fail(
+                case=failure.fact("case"),
+                expected="parameters() of the FSDP object are the shards of all units",
+                found="there are none, and the optimizer refuses that",
+                line=ranks.definition("FSDP"),
+                perhaps="is any unit sharded? print which parameters each one gets",
+            )
+        raise
 
 
 def judge(ranks: Callable, run: Run, cases: list[Case], members: list[int] | None = None) -> None:
