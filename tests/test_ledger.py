@@ -313,6 +313,8 @@ def test_a_tensor_that_is_used_before_its_message_was_waited_for() -> None:
         both[N:].add_(1)  # the other half
         torch.empty_like(both)
         both[:N].view(2, 2)
+        torch.empty(0).set_(both)
+        torch.nn.Parameter(torch.empty(0)).data = both
         used = both[:N] + 1  # early
         receiving.wait()
         sending.wait()

@@ -362,10 +362,10 @@ def _schema(func: object) -> tuple[str, str | None, list[str]]:
 
 @functools.cache
 def _uses_values(func: object) -> bool:
-    """Whether an operator reads or writes what is in its tensors: not one that makes a view, or asks for the shape."""
+    """Whether an operator reads or writes what is in its tensors: not one that shares them, or asks for the shape."""
     name = func._schema.name.split("::")[1]
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-    return not views and not name.endswith("_like") and not name.startswith("new_")
+    return not views and name != "set_" and not name.endswith("_like") and not name.startswith("new_")
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
