@@ -9,7 +9,6 @@ from autograder.lab.memory import (
     Memory,
     block_activation_bytes,
     gpt_activation_bytes,
-    live_bytes,
     measure,
     optimizer_state_bytes,
     saved_bytes,
@@ -82,16 +81,6 @@ def test_memory_prints():
     memory = Memory(4000, 4000, 8000, 500)
     assert memory.total == 16_500
     assert "optimizer state            8,000 bytes" in str(memory)
-
-
-def test_live_bytes_are_those_of_what_is_held():
-    before = live_bytes()
-    held = [torch.zeros(1000), {"view": torch.zeros(500)[:10]}]
-    assert live_bytes() - before == 6000
-    held[1]["same"] = held[0][5:]
-    assert live_bytes() - before == 6000
-    held.clear()
-    assert live_bytes() == before
 
 
 def test_optimizer_state_bytes_are_those_of_all_optimizers():

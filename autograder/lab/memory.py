@@ -66,23 +66,15 @@ def measure(
     )
 
 
-def live_bytes() -> int:
-    """Bytes of all tensors that anything in this process's Python code holds, whoever made them.
-
-    Of what a rank holds it tells what the rank has made itself. Not seen are tensors that only autograd's graph holds.
-    """
-    return storage_bytes(t for t in _living(Tensor) if t.layout == torch.strided and not t.is_meta)
-
-
 def optimizer_state_bytes() -> int:
     """Bytes of the state of all torch optimizers that there are in this process, each storage once."""
-    return storage_bytes(t for optimizer in _living(torch.optim.Optimizer) for t in _tensors(dict(optimizer.state)))
+    return storage_bytes(t for optimizer in _optimizers() for t in _tensors(dict(optimizer.state)))
 
 
-def _living(kind: type) -> list:
-    """All objects of a class that the garbage collector knows."""
+def _optimizers() -> list[torch.optim.Optimizer]:
+    """All that the garbage collector knows."""
     gc.collect()
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

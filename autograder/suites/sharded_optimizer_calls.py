@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from autograder.lab import memory
+from autograder.lab.live import LiveTensors
 
 # ------------------------------------------------------------------------------------------------------------ cases
 
@@ -227,20 +229,22 @@ def hold(context, wrapper: str, tensors: list, rounds: list, options: dict, stat
     """On a rank: what it holds before it has an optimizer, with one, after steps, and without the gradients."""
     context.case("what a rank holds")
     parameters = [nn.Parameter(t) for t in tensors]
-    held = {"before": memory.live_bytes()}
-    optimizer = getattr(context.student, wrapper)(parameters, torch.optim.Adam, **options)
-    held["made"] = memory.live_bytes()
-    if state is not None:
-        optimizer.load_state_dict(state)
-    for gradients in rounds:
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient.clone()
-        optimizer.step()
-    held["stepped"] = memory.live_bytes()
-    held["gradients"] = memory.storage_bytes(p.grad for p in parameters if p.grad is not None)
-    for p in parameters:
-        p.grad = None
-    held["kept"] = memory.live_bytes()
+    given = [each for each in tree_leaves((parameters, rounds, state)) if isinstance(each, Tensor)]
+    with LiveTensors(given) as live:
+        held = {"before": live.nbytes()}
+        optimizer = getattr(context.student, wrapper)(parameters, torch.optim.Adam, **options)
+        held["made"] = live.settled()
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for gradients in rounds:
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient.clone()
+            optimizer.step()
+        held["stepped"] = live.settled()
+        held["gradients"] = memory.storage_bytes(p.grad for p in parameters if p.grad is not None)
+        for p in parameters:
+            p.grad = None
+        held["kept"] = live.settled()
     held["state"] = memory.optimizer_state_bytes()
     return held
 
