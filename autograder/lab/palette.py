@@ -1,4 +1,4 @@
-"""The one colour code of the course: lectures, timelines and reports all draw with it (Okabe and Ito, 2008)."""
+"""The one look of the course: lectures, timelines and reports all draw with these colours (Okabe and Ito, 2008)."""
 
 # Rank r always has colour RANK[r % 8], whatever is drawn.
 RANK = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C7A00", "#666666"]
@@ -15,3 +15,12 @@ KIND = {
 
 INK = "#222222"  # text and outlines
 FAINT = "#BBBBBB"  # grids, idle areas, everything that should recede
+
+WIDTH = 7.5  # inches: a notebook page
+TEXT = 9.5  # points: the smallest text in a lecture's picture
+
+
+def tint(colour: str, strength: float = 0.5) -> tuple[float, ...]:
+    """The colour mixed with white, so that dark text can be read on it."""
+    rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return tuple(1 - strength * (1 - part) for part in rgb)

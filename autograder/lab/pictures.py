@@ -7,22 +7,16 @@ whose colours it shows, a dashed outline is memory that holds nothing of interes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
-from matplotlib.ticker import FuncFormatter
 
-from autograder.lab import costs
-from autograder.lab.palette import FAINT, INK, KIND, RANK
+from autograder.lab.palette import FAINT, INK, KIND, RANK, TEXT, WIDTH, tint
 
 matplotlib.rcParams["svg.hashsalt"] = "pictures"  # the same picture is the same SVG, byte for byte
-
-WIDTH = 7.5  # inches: a notebook page
-TEXT = 9.5  # points: the smallest text in a picture
 
 Piece = tuple[frozenset[int], str]  # the ranks whose numbers are summed in it, and its label
 EMPTY: Piece = (frozenset(), "")
@@ -55,12 +49,6 @@ def _box(ax: Axes, x: float, y: float, width: float, height: float, text: str = 
     _text(ax, x + width / 2, y + height / 2, text)
 
 
-def _tint(colour: str, strength: float = 0.5) -> tuple[float, ...]:
-    """The colour mixed with white, so that dark text can be read on it."""
-    rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return tuple(1 - strength * (1 - part) for part in rgb)
-
-
 def _piece(ax: Axes, x: float, y: float, piece: Piece, bold: bool = False) -> None:
     """A unit square at (x, y) with one vertical stripe for each rank that is summed in it."""
     ranks, label = sorted(piece[0]), piece[1]
@@ -68,7 +56,7 @@ def _piece(ax: Axes, x: float, y: float, piece: Piece, bold: bool = False) -> No
         ax.add_patch(Rectangle((x, y), 1, 1, fc="white", ec=FAINT, ls=(0, (2, 2)), lw=0.9))
         return
     for i, rank in enumerate(ranks):
-        colour = _tint(RANK[rank % len(RANK)])
+        colour = tint(RANK[rank % len(RANK)])
         ax.add_patch(Rectangle((x + i / len(ranks), y), 1 / len(ranks), 1, fc=colour, ec="none"))
     ax.add_patch(Rectangle((x, y), 1, 1, fc="none", ec=INK, lw=2.2 if bold else 0.8, zorder=3 if bold else 2))
     _text(ax, x + 0.5, y + 0.5, label)
@@ -85,35 +73,20 @@ def hierarchy() -> Figure:
     for node, left in enumerate((0.3, 10.3)):
         _box(ax, left, 0.3, 9.4, 7.6, fill="#F7F7F7")
         _text(ax, left + 0.3, 0.75, f"node {node}", ha="left", weight="bold")
-        _box(ax, left + 0.4, 1.15, 8.6, 0.8, "NVLink and NVSwitch", fill=_tint(KIND["collective"]))
+        _box(ax, left + 0.4, 1.15, 8.6, 0.8, "NVLink and NVSwitch", fill=tint(KIND["collective"]))
         for gpu in range(4):
             x = left + 0.4 + 2.2 * gpu
             _arrow(ax, (x + 1, 1.95), (x + 1, 2.75), **thick)
-            _box(ax, x, 2.75, 2, 1.9, fill=_tint(RANK[4 * node + gpu], 0.35))
+            _box(ax, x, 2.75, 2, 1.9, fill=tint(RANK[4 * node + gpu], 0.35))
             _text(ax, x + 1, 3.15, f"GPU {gpu}")
             _box(ax, x + 0.25, 3.6, 1.5, 0.8, "HBM")
             _arrow(ax, (x + 1, 4.65), (x + 1, 5.25), **thin)
-        _box(ax, left + 0.4, 5.25, 8.6, 0.7, "PCIe", fill=_tint(KIND["wait"]))
+        _box(ax, left + 0.4, 5.25, 8.6, 0.7, "PCIe", fill=tint(KIND["wait"]))
         for x, label in ((left + 0.4, "CPU and its memory"), (left + 4.9, "network cards")):
             _arrow(ax, (x + 2.05, 5.95), (x + 2.05, 6.6), **thin)
             _box(ax, x, 6.6, 4.1, 0.9, label)
         _arrow(ax, (left + 6.95, 7.5), (left + 6.95, 9.1), **thin)
-    _box(ax, 0.3, 9.1, 19.4, 0.9, "InfiniBand, or Ethernet with RoCE", fill=_tint(KIND["recv"]))
-    return figure
-
-
-def bandwidths(links: Sequence[costs.Link] = costs.LINKS) -> Figure:
-    """Bars, on a logarithmic scale: what flows through each link in one direction."""
-    figure = Figure(figsize=(WIDTH, 0.36 * len(links) + 0.75), layout="constrained")
-    ax = figure.subplots()
-    names, values = [link.name for link in links], [link.bandwidth for link in links]
-    ax.barh(names, values, color=[_tint(KIND["send"] if v >= 1e11 else KIND["collective"], 0.7) for v in values])
-    for row, value in enumerate(values):
-        ax.text(value * 1.15, row, f"{_size(value)}/s", va="center", fontsize=TEXT, color=INK)
-    ax.set(xscale="log", xlim=(5e7, 5e14), xlabel="bytes per second, one direction")
-    ax.invert_yaxis()
-    _plain(ax, x=_size)
-    ax.yaxis.grid(False)
+    _box(ax, 0.3, 9.1, 19.4, 0.9, "InfiniBand, or Ethernet with RoCE", fill=tint(KIND["recv"]))
     return figure
 
 
@@ -128,7 +101,7 @@ def ranks(nodes: int = 2, per_node: int = 4) -> Figure:
         for local in range(per_node):
             rank = node * per_node + local
             x = left + 0.3 + 2.5 * local
-            _box(ax, x, 1.4, 2.4, 2.1, fill=_tint(RANK[rank % len(RANK)], 0.35))
+            _box(ax, x, 1.4, 2.4, 2.1, fill=tint(RANK[rank % len(RANK)], 0.35))
             _text(ax, x + 1.2, 1.95, f"rank {rank}", weight="bold")
             _text(ax, x + 1.2, 2.8, f"local\nrank {local}")
     _text(ax, 0.5, 4.4, f"world size {nodes * per_node}, local world size {per_node}", ha="left")
@@ -144,8 +117,8 @@ def batch_shards(p: int = 4) -> Figure:
     for r in range(p):
         y, colour = 1 + 2 * r, RANK[r % len(RANK)]
         for row in range(2):  # two samples for each rank
-            ax.add_patch(Rectangle((0.3, y + row), 2.8, 1, fc=_tint(colour), ec=INK, lw=0.8))
-            ax.add_patch(Rectangle((4.7, y + 0.2 + 0.8 * row), 2.8, 0.8, fc=_tint(colour), ec=INK, lw=0.8))
+            ax.add_patch(Rectangle((0.3, y + row), 2.8, 1, fc=tint(colour), ec=INK, lw=0.8))
+            ax.add_patch(Rectangle((4.7, y + 0.2 + 0.8 * row), 2.8, 0.8, fc=tint(colour), ec=INK, lw=0.8))
         _arrow(ax, (3.2, y + 1), (4.5, y + 1))
         _text(ax, 6.1, y + 0.6, f"rank {r}")
         _arrow(ax, (7.6, y + 1), (8.9, y + 1))
@@ -155,7 +128,7 @@ def batch_shards(p: int = 4) -> Figure:
         _arrow(ax, (15.2, y + 1), (16.1, y + 1))
         _arrow(ax, (17, y + 1), (17.8, y + 1))
         _piece(ax, 17.9, y + 0.5, (frozenset(range(p)), "$g$"))
-    _box(ax, 16.2, 1.1, 0.8, bottom - 1.2, fill=_tint(KIND["collective"]))
+    _box(ax, 16.2, 1.1, 0.8, bottom - 1.2, fill=tint(KIND["collective"]))
     ax.text(16.6, (1 + bottom) / 2, "all-reduce", rotation=90, ha="center", va="center", fontsize=TEXT, color=INK)
     return figure
 
@@ -172,7 +145,7 @@ def tcp_and_rdma() -> Figure:
         _text(ax, 0.2, y - 0.45, title, ha="left", weight="bold")
         for i in used:
             x, width, label = boxes[i]
-            _box(ax, x, y, width, 1.5, label, fill=_tint(KIND["error"], 0.3) if i in (1, 2, 5, 6) else "white")
+            _box(ax, x, y, width, 1.5, label, fill=tint(KIND["error"], 0.3) if i in (1, 2, 5, 6) else "white")
         for here, there in itertools.pairwise(used):
             start, end = boxes[here][0] + boxes[here][1], boxes[there][0]
             _arrow(ax, (start, y + 0.75), (end, y + 0.75), mutation_scale=8)
@@ -192,7 +165,7 @@ def window(text: str, start: int, length: int) -> Figure:
         for i in range(first, first + count):
             inside = name == "tokens" and start <= i <= start + length
             colour = {"x": RANK[0], "y": RANK[1]}.get(name, KIND["wait"] if inside else "#FFFFFF")
-            ax.add_patch(Rectangle((left + i, y), 1, 1, fc=_tint(colour, 0.4), ec=INK if inside else FAINT, lw=0.8))
+            ax.add_patch(Rectangle((left + i, y), 1, 1, fc=tint(colour, 0.4), ec=INK if inside else FAINT, lw=0.8))
             shown = {" ": "\u2423", "\n": "\u21b5"}.get(text[i], text[i])
             _text(ax, left + i + 0.5, y + 0.5, shown, family="monospace")
     _text(ax, left + start + 0.5, 0.6, "start")
@@ -340,7 +313,7 @@ def stages(p: int = 4) -> Figure:
                     _text(ax, left - 0.3, y + 0.5, f"rank {r}", ha="right")
                 for part in range(p):
                     mine = kind not in divided or part == r
-                    colour = _tint(RANK[r % len(RANK)]) if mine else "white"
+                    colour = tint(RANK[r % len(RANK)]) if mine else "white"
                     style = {"ec": INK, "lw": 0.6} if mine else {"ec": FAINT, "lw": 0.6, "ls": (0, (2, 2))}
                     ax.add_patch(Rectangle((x, y + part / p), 1.25, 1 / p, fc=colour, **style))
             turned = {"rotation": 90, "ha": "center", "va": "top", "fontsize": TEXT, "color": INK}
@@ -374,242 +347,10 @@ def flat_buffer(sizes: Mapping[str, int], p: int = 4) -> Figure:
         start += n
     for r in range(p):
         x = left + r * shard * unit
-        ax.add_patch(Rectangle((x, 2.6), shard * unit, 1, fc=_tint(RANK[r % len(RANK)]), ec=INK, lw=0.8))
+        ax.add_patch(Rectangle((x, 2.6), shard * unit, 1, fc=tint(RANK[r % len(RANK)]), ec=INK, lw=0.8))
         _text(ax, x + shard * unit / 2, 3.1, f"rank {r}: {shard} elements")
         if r:
             ax.plot([x, x], [0.6, 3.9], color=INK, lw=1, ls=(0, (3, 2)))
     for y, label in ((1.4, "parameters"), (3.1, "shards")):
         _text(ax, left - 0.3, y, label, ha="right", weight="bold")
-    return figure
-
-
-# Curves -----------------------------------------------------------------------------------------------------
-
-
-def _size(nbytes: float, _: object = None) -> str:
-    """4000000 -> 4 MB"""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}"
-    return f"{nbytes:.3g} B"
-
-
-def _duration(seconds: float, _: object = None) -> str:
-    """0.004 -> 4 ms"""
-    for unit, name in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1e9:.3g} ns"
-
-
-def _plain(ax: Axes, x: object = None, y: object = None) -> None:
-    """The look of every plot: faint grid, no box, text of one size, axes that carry units."""
-    ax.grid(True, color=FAINT, lw=0.5, alpha=0.6)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.tick_params(labelsize=TEXT, which="both", colors=INK)
-    ax.minorticks_off()
-    for axis, form in ((ax.xaxis, x), (ax.yaxis, y)):
-        axis.label.set_size(TEXT + 0.5)
-        if form:
-            axis.set_major_formatter(FuncFormatter(form))
-
-
-def alpha_beta(
-    alpha: float,
-    bandwidth: float,
-    sizes: Sequence[float] | None = None,
-    seconds: Sequence[float] | None = None,
-) -> Figure:
-    """T = alpha + bytes / bandwidth, its two limits and their crossing; measured points where given."""
-    crossing = alpha * bandwidth
-    x = np.geomspace(min(sizes), max(sizes), 100) if sizes else crossing * np.geomspace(1e-3, 1e3, 100)
-    figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
-    ax = figure.subplots()
-    ax.plot(x, alpha + x / bandwidth, color=RANK[0], lw=2, label="alpha + bytes / bandwidth")
-    ax.plot(x, np.full_like(x, alpha), color=RANK[1], ls="--", label=f"alpha = {_duration(alpha)}")
-    ax.plot(x, x / bandwidth, color=RANK[2], ls="--", label=f"bytes / bandwidth, {_size(bandwidth)}/s")
-    if sizes:
-        ax.plot(sizes, seconds, "o", color=INK, ms=5, label="measured (median)")
-    ax.axvline(crossing, color=FAINT, lw=1)
-    low = 0.35 * min(alpha, *(seconds or [alpha]))
-    ax.annotate(f" equal at {_size(crossing)}", (crossing, low * 1.2), fontsize=TEXT, color=INK)
-    ax.set(xscale="log", yscale="log", xlabel="message size", ylabel="time", ylim=(low, None))
-    _plain(ax, _size, _duration)
-    ax.legend(fontsize=TEXT, frameon=False)
-    return figure
-
-
-def curves(
-    x: Sequence[float],
-    series: Mapping[str, Sequence[float]],
-    xlabel: str,
-    ylabel: str,
-    log: str = "xy",
-    units: tuple[str, str] = ("", ""),
-    legend_above: bool = False,
-) -> Figure:
-    """Named lines over x. `log` names the logarithmic axes; a unit is "bytes", "seconds" or none."""
-    forms = {"": lambda value, _: f"{value:g}", "bytes": _size, "seconds": _duration}
-    figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
-    ax = figure.subplots()
-    for i, (name, y) in enumerate(series.items()):
-        ax.plot(x, y, color=RANK[i % len(RANK)], lw=2, label=name)
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    for axis, scale in (("x", ax.set_xscale), ("y", ax.set_yscale)):
-        if axis in log:
-            scale("log")
-    _plain(ax, forms[units[0]], forms[units[1]])
-    if legend_above:
-        figure.legend(fontsize=TEXT, frameon=False, loc="outside upper center", ncols=2)
-    else:
-        ax.legend(fontsize=TEXT, frameon=False)
-    return figure
-
-
-def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str, unit: str = "bytes", totals: bool = True) -> Figure:
-    """Horizontal bars, each made of named parts; a part has the same colour in every bar.
-
-    Args:
-        rows: for each bar its name and its parts, with their sizes.
-        xlabel: of the axis.
-        unit: "bytes", "seconds" or "" for plain numbers.
-        totals: whether the sum stands at the end of each bar.
-    """
-    form = {"": lambda value, _=None: f"{value:g}", "bytes": _size, "seconds": _duration}[unit]
-    figure = Figure(figsize=(WIDTH, 0.42 * len(rows) + 1.15), layout="constrained")
-    ax = figure.subplots()
-    names = list(dict.fromkeys(part for parts in rows.values() for part in parts))
-    ends = dict.fromkeys(rows, 0.0)
-    for i, name in enumerate(names):
-        sizes = [parts.get(name, 0.0) for parts in rows.values()]
-        ax.barh(list(rows), sizes, left=list(ends.values()), color=_tint(RANK[i], 0.75), label=name, height=0.66)
-        ends = {row: end + size for (row, end), size in zip(ends.items(), sizes, strict=True)}
-    if totals:
-        for row, end in enumerate(ends.values()):
-            ax.text(end, row, f" {form(end)}", va="center", fontsize=TEXT, color=INK)
-    ax.set(xlabel=xlabel, xlim=(0, max(ends.values()) * (1.13 if totals else 1.0)))
-    ax.invert_yaxis()
-    _plain(ax, form)
-    ax.yaxis.grid(False)
-    figure.legend(fontsize=TEXT, frameon=False, loc="outside upper center", ncols=len(names))
-    return figure
-
-
-# Steps ------------------------------------------------------------------------------------------------------
-
-Moments = tuple[Sequence[float], Sequence[tuple[float, float]], float]
-
-
-def backwards(steps: Mapping[str, Moments]) -> Figure:
-    """Backward passes one under the other: when gradients were computed, when messages were under way, and the tail.
-
-    Args:
-        steps: title -> (when each gradient was there, start and end of each message, end of the last wait), in
-            milliseconds from the start of backward.
-    """
-    figure = Figure(figsize=(WIDTH, 1.05 * len(steps) + 0.9), layout="constrained")
-    ax = figure.subplots()
-    longest = max(end for _, _, end in steps.values())
-    for i, (title, (gradients, messages, end)) in enumerate(steps.items()):
-        y, last = 3.2 * i, max(gradients)
-        ax.text(0, y - 0.12, title, fontsize=TEXT, color=INK, va="bottom")
-        ax.broken_barh([(0, last)], (y, 0.9), color=_tint(KIND["compute"]), linewidth=0)
-        ax.vlines(gradients, y, y + 0.9, color=KIND["compute"], lw=0.8)
-        bars = [(start, max(stop - start, longest / 500)) for start, stop in messages]
-        look = {"facecolor": _tint(KIND["collective"], 0.6), "edgecolor": KIND["collective"], "linewidth": 0.5}
-        ax.broken_barh(bars, (y + 1, 0.9), alpha=0.6, **look)
-        ax.add_patch(Rectangle((last, y), end - last, 1.9, fc=KIND["wait"], ec="none", alpha=0.6, zorder=0))
-        ax.text(end + longest / 100, y + 0.95, f"tail {_duration((end - last) / 1e3)}", fontsize=TEXT, va="center")
-    _plain(ax)
-    ax.set(
-        xlim=(0, 1.17 * longest), ylim=(3.2 * len(steps) - 0.9, -1), xlabel="milliseconds from the start of backward"
-    )
-    ax.set_yticks([])
-    ax.spines["left"].set_visible(False)
-    words = {"compute": "gradients", "collective": "messages under way", "wait": "tail"}
-    handles = [Rectangle((0, 0), 1, 1, color=_tint(KIND[k], 0.7)) for k in words]
-    figure.legend(
-        handles, list(words.values()), loc="outside lower center", ncols=len(words), frameon=False, fontsize=TEXT
-    )
-    return figure
-
-
-# Units ------------------------------------------------------------------------------------------------------
-
-
-def unit_events(events: Sequence[tuple[str, int]], units: int, titles: Sequence[str] | None = None) -> Figure:
-    """The order of events of a step under FSDP: one row for each unit, one column for each event; no clock.
-
-    A bar runs from a unit's all-gather to the event with which it is freed.
-
-    Args:
-        events: in order, each a kind and its unit: "gather", "forward", "backward", "scatter", or "free".
-        units: how many there are.
-        titles: of the rows.
-    """
-    figure = Figure(figsize=(WIDTH, 0.42 * units + 1.0), layout="constrained")
-    ax = figure.subplots()
-    look = {
-        "gather": ("collective", "\u2193"), "forward": ("compute", "F"), "backward": ("compute", "B"),
-        "scatter": ("send", "\u2191"),
-    }  # fmt: skip
-    columns = [(kind, unit) for kind, unit in events if kind != "free"]
-    since: dict[int, int] = {}
-    held = []
-    x = 0
-    for kind, unit in events:
-        if kind == "free":
-            if unit in since:
-                held.append((unit, since.pop(unit), x))
-            continue
-        if kind == "gather":
-            since.setdefault(unit, x)
-        x += 1
-    held += [(unit, start, x) for unit, start in since.items()]
-    for unit, start, end in held:
-        ax.broken_barh([(start, end - start)], (unit - 0.42, 0.84), color=_tint(KIND["wait"], 0.8), linewidth=0)
-    for x, (kind, unit) in enumerate(columns):
-        colour, letter = look[kind]
-        ax.add_patch(Rectangle((x + 0.06, unit - 0.3), 0.88, 0.6, fc=_tint(KIND[colour], 0.7), ec="none"))
-        ax.text(x + 0.5, unit, letter, ha="center", va="center", fontsize=TEXT, color=INK)
-    ax.set(xlim=(0, len(columns)), ylim=(units - 0.4, -0.6), xlabel="events, in order")
-    ax.set_yticks(range(units), titles or [f"unit {i}" for i in range(units)])
-    ax.tick_params(labelsize=TEXT, colors=INK, left=False)
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    words = {"gather": "all-gather", "forward": "forward, backward", "scatter": "reduce-scatter"}
-    handles = [Rectangle((0, 0), 1, 1, color=_tint(KIND[look[k][0]], 0.7)) for k in words]
-    handles.append(Rectangle((0, 0), 1, 1, color=_tint(KIND["wait"], 0.8)))
-    figure.legend(
-        handles, [*words.values(), "gathered"], loc="outside lower center", ncols=4, frameon=False, fontsize=TEXT
-    )
-    return figure
-
-
-def link_and_device(plans: Mapping[str, Sequence[tuple[str, float, float, str]]]) -> Figure:
-    """Plans one under the other: what the device computes and what the link carries, over milliseconds.
-
-    Args:
-        plans: title -> bars, each a kind ("compute", "collective" or "send"), start and end in ms, and its label.
-    """
-    figure = Figure(figsize=(WIDTH, 1.1 * len(plans) + 0.9), layout="constrained")
-    ax = figure.subplots()
-    longest = max(end for bars in plans.values() for _, _, end, _ in bars)
-    for row, (title, bars) in enumerate(plans.items()):
-        y = 3.3 * row
-        ax.text(0, y - 0.15, title, fontsize=TEXT, color=INK, va="bottom")
-        for kind, start, end, label in bars:
-            lane = y if kind == "compute" else y + 1
-            ax.add_patch(Rectangle((start, lane), end - start, 0.9, fc=_tint(KIND[kind], 0.65), ec="white", lw=0.8))
-            if end - start > longest / 28:
-                ax.text((start + end) / 2, lane + 0.45, label, ha="center", va="center", fontsize=TEXT - 1, color=INK)
-        last = max(end for _, _, end, _ in bars)
-        ax.text(last + longest / 100, y + 0.95, _duration(last / 1e3), fontsize=TEXT, va="center", color=INK)
-    _plain(ax)
-    ax.set(xlim=(0, 1.1 * longest), ylim=(3.3 * len(plans) - 1.1, -1), xlabel="milliseconds")
-    ax.set_yticks([])
-    ax.spines["left"].set_visible(False)
-    words = {"compute": "device computes", "collective": "link: all-gather", "send": "link: reduce-scatter"}
-    handles = [Rectangle((0, 0), 1, 1, color=_tint(KIND[k], 0.65)) for k in words]
-    figure.legend(handles, list(words.values()), loc="outside lower center", ncols=3, frameon=False, fontsize=TEXT)
     return figure

@@ -44,7 +44,7 @@ def figure(events: list[Event], title: str = ""):
         title: of the picture.
 
     Returns:
-        A matplotlib Figure, 7.5 inches wide.
+        A matplotlib Figure, as wide as a notebook page.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -62,7 +62,7 @@ def figure(events: list[Event], title: str = ""):
             place[rank, e.index] = y + lanes[e.index]
         y += base[rank][1] + 0.5
 
-    plot = Figure(figsize=(7.5, 0.7 + 0.28 * y), layout="constrained")
+    plot = Figure(figsize=(palette.WIDTH, 0.7 + 0.28 * y), layout="constrained")
     axes = plot.add_subplot()
     width = max((ms(_finish(e)) for e in shown), default=1.0) or 1.0
     for e in shown:

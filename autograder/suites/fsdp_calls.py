@@ -98,6 +98,11 @@ def drawing(rng: torch.Generator, dtype: torch.dtype = torch.float64) -> Callabl
     return draw
 
 
+def watched(model: Chain) -> list[Seen]:
+    """All modules that say what they see."""
+    return [model, *model.layers]
+
+
 def chain(rng: torch.Generator, dtype: torch.dtype = torch.float64, hidden: Sequence[int] = (7, 9, 12)) -> Chain:
     """Three units of 82, 104 and 137 elements, and a root of 20: none is divided by 3 and 4 without a rest."""
     return Chain(drawing(rng, dtype), 5, hidden)
@@ -176,21 +181,31 @@ class Player:
         model.layers.train()
         if checkpointed:
             context.student.checkpoint_units(model, list(model.layers))
-        tensors = [*model.parameters(), *model.buffers()]
-        self.live = LiveTensors(tensors)
+        self.shapes = {m.index: {k: p.shape for k, p in m.named_parameters(recurse=False)} for m in watched(model)}
+        self.live = LiveTensors([*model.parameters(), *model.buffers()])
         with self.live if measured else contextlib.nullcontext():
             self.fsdp = context.student.FSDP(model, list(model.layers), group=group, **settings)
         lr, decay = optimizer
-        self.optimizer = torch.optim.SGD(self.fsdp.parameters(), lr=lr, weight_decay=decay)
+        self.shards = list(self.fsdp.parameters())
+        self.optimizer = torch.optim.SGD(self.shards, lr=lr, weight_decay=decay) if self.shards else None
         self.losses: list[Tensor] = []
-        for module in [model, *model.layers]:
+        for module in watched(model):
             module.watch = self.watch
 
     def watch(self, kind: str, index: int, tensors: dict[str, Tensor]) -> None:
         self.context.mark(f"{kind} {index}")
+        if kind == "forward":
+            self.expect_gathered(index, tensors)
         held = self.live.settled() if self.measured else 0
         kept = {} if self.measured or kind == "backward" else {k: t.detach().clone() for k, t in tensors.items()}
         self.now["seen"].append([kind, index, kept, held])
+
+    def expect_gathered(self, index: int, tensors: dict[str, Tensor]) -> None:
+        """Stop here, with a sentence: to compute with memory that was freed would end the process."""
+        for name, shape in self.shapes[index].items():
+            p = tensors[name]
+            if p.shape != shape or p.untyped_storage().nbytes() < p.nbytes:
+                raise RuntimeError(f"{name_of(index, name)} is not gathered when the forward of its unit starts")
 
     def go_through(self, program: list[tuple]) -> list[dict]:
         with self.live if self.measured else contextlib.nullcontext():
@@ -252,7 +267,7 @@ def play_cases(context, cases: list[tuple] | None, members: list[int] | None) ->
     for name, model, program, *settings in cases:
         context.case(name)
         player = Player(context, group, name, model, *settings)
-        results.append(player.go_through(program))
+        results.append(player.go_through(program) if player.shards else None)
     return results
 
 
@@ -394,7 +409,7 @@ class Played:
 
     def forward(self, now: Wanted, x: Tensor, options: dict) -> None:
         first = not now.outputs
-        for module in [self.model, *self.model.layers]:
+        for module in watched(self.model):
             module.watch = functools.partial(self.watch, now) if first else None
         y = self.model(x.double(), **options)["y"]
         now.outputs.append(y.detach())
@@ -406,6 +421,19 @@ class Played:
             now.seen.append((index, kept))
 
 
+def on_ranks(ranks: Callable, fn: Callable, *args: object) -> Run:
+    """Run a function on ranks; where memory was used that is not there, say what that most likely is in this module."""
+    try:
+        return ranks(fn, *args)
+    except Finding as failure:
+        if "SIGSEGV" in failure.title or "storage of size 0" in failure.title:
+            perhaps = (
+                "a parameter was used whose memory is freed: is its unit gathered at that moment, in backward too?"
+            )
+            failure.facts.append(("perhaps", perhaps))
+        raise
+
+
 def play(ranks: Callable, cases: list[Case], world_size: int, members: list[int] | None = None) -> Run:
     """Play the cases on ranks."""
     places = members or list(range(world_size))
@@ -414,18 +442,18 @@ def play(ranks: Callable, cases: list[Case], world_size: int, members: list[int]
         own[rank] = [
             (c.name, c.models[i], c.programs[i], c.settings, (c.lr, c.decay), c.measured, c.checkpointed) for c in cases
         ]
-    try:
-        return ranks(play_cases, world_size, PerRank(own), members)
-    except Finding as failure:
-        if "empty parameter list" in failure.title:
-            fail(
-                case=failure.fact("case"),
-                expected="parameters() of the FSDP object are the shards of all units",
-                found="there are none, and the optimizer refuses that",
-                line=ranks.definition("FSDP"),
-                perhaps="is any unit sharded? print which parameters each one gets",
-            )
-        raise
+    run = on_ranks(ranks, play_cases, world_size, PerRank(own), members)
+    for rank in places:
+        for case, found in zip(cases, run.values[rank], strict=True):
+            if found is None:
+                fail(
+                    case=case.name,
+                    expected="parameters() of the FSDP object are the shards of all units",
+                    found=f"there are none (rank {rank})",
+                    line=ranks.definition("FSDP"),
+                    perhaps="is any unit sharded? print which parameters each one gets",
+                )
+    return run
 
 
 def judge(ranks: Callable, run: Run, cases: list[Case], members: list[int] | None = None) -> None:

@@ -15,6 +15,7 @@ from autograder.suites.fsdp_calls import (
     listed,
     marks,
     of_unit,
+    on_ranks,
     shard_all,
     step_events,
     unit_sizes,
@@ -46,7 +47,9 @@ def expect_flat(ranks: Callable, rng: torch.Generator, world_size: int, members:
     cases = flat_cases(rng)
     places = members or list(range(world_size))
     n = len(places)
-    run = ranks(shard_all, world_size, PerRank([cases if r in places else None for r in range(world_size)]), members)
+    run = on_ranks(
+        ranks, shard_all, world_size, PerRank([cases if r in places else None for r in range(world_size)]), members
+    )
     where = ranks.definition("FlatShard")
     for number, (name, tensors, _) in enumerate(cases):
         flat = torch.cat([t.flatten() for t in tensors])

@@ -26,6 +26,7 @@ from autograder.suites.fsdp_calls import (
     make,
     marks,
     of_unit,
+    on_ranks,
     play,
     repeated,
     shard_all,
@@ -82,7 +83,7 @@ def test_flat_shard_values(ranks, rng):
 @check("flat_shard", "only the shard stays: ceil(S/N) bytes, measured", weight=4)
 def test_flat_shard_bytes(ranks, rng):
     cases = flat_cases(rng)
-    run = ranks(shard_all, 4, cases, None)
+    run = on_ranks(ranks, shard_all, 4, cases, None)
     expect_flat_bytes(ranks, run, cases, 4)
 
 
