@@ -19,6 +19,8 @@ from autograder.grading import catalog, cli, page, session
 from autograder.lab.findings import STATUSES
 from tests.mutants.m01_collectives import MUTANTS
 
+pytestmark = pytest.mark.xdist_group("cli")  # one worker runs them all, so that they share what was graded once
+
 ROOT = Path(__file__).parents[1]
 MODULE = "01_collectives"
 REFERENCE = (ROOT / "solutions" / MODULE / "collectives.py").read_text()

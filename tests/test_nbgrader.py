@@ -15,6 +15,8 @@ from autograder.grading import notebooks
 from autograder.grading.release import MARKER
 from tests import tiny_course
 
+pytestmark = pytest.mark.xdist_group("nbgrader")  # one worker runs them all: they share one graded course
+
 WORKSHEETS = notebooks.sources(tiny_course.ROOT, [notebooks.WORKSHEETS])
 GRADED_CALL = re.compile(r'autograder\.grade\("(\w+)", "(\w+)", points=(\d+)\)')
 

@@ -10,6 +10,7 @@ MUTANTS = [
     # flat_shard
     Mutant(
         problem="flat_shard",
+        check="flat_shard_bytes",
         name="the shard is a view, which keeps the full tensor",
         old="""\
         return F.pad(part, (0, self.length - len(part))).clone()
@@ -20,6 +21,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_bytes",
         name="the parameters keep their own memory, too",
         old="""\
         self.full.untyped_storage().resize_(0)
@@ -31,6 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_bytes",
         name="reshard only remembers that it was called",
         old="""\
         self.full.untyped_storage().resize_(0)
@@ -39,6 +42,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_values",
         name="parameters are copies, not views",
         old="""\
         self.work, self.gathered = None, True
@@ -51,24 +55,28 @@ MUTANTS = [
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_values",
         name="elements that do not divide are left out",
         old="self.length = math.ceil(len(flat) / self.size)",
         new="self.length = max(len(flat) // self.size, 1)",
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_values",
         name="one row too many on every rank",
         old="self.length = math.ceil(len(flat) / self.size)",
         new="self.length = len(flat) // self.size + 1",
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_subgroup",
         name="the shard of the global rank, in a group too",
         old="dist.get_rank(group), dist",
         new="dist.get_rank(), dist",
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_values",
         name="every world_size-th element",
         old="""\
         return F.pad(part, (0, self.length - len(part))).clone()
@@ -79,6 +87,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_values",
         name="a parameter that is given twice is there twice",
         old="""\
         self.params = list(dict.fromkeys(params))
@@ -89,6 +98,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_dtypes",
         name="several dtypes are promoted to the widest",
         old="""\
         if len({p.dtype for p in self.params}) > 1:
@@ -99,6 +109,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_values",
         name="always float32",
         old="""\
         flat = torch.cat([p.detach().flatten() for p in self.params])
@@ -109,6 +120,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_traffic",
         name="one all_gather for each parameter's worth",
         old="""\
         self.work = all_gather_single(self.full, message, self.group, async_op=True)
@@ -123,6 +135,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_values",
         name="unshard does not see that the shard has changed",
         old="        message = self.shard.detach().to",
         new="""\
@@ -132,6 +145,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="flat_shard",
+        check="flat_shard_values",
         name="the shard is a plain tensor",
         old="""\
         self.shard = nn.Parameter(self._mine(flat), any(p.requires_grad for p in self.params))
@@ -143,6 +157,7 @@ MUTANTS = [
     # forward_backward
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="no unit is sharded: its class never matches",
         old="""\
             home = places[0] if len(places) == 1 else self.root
@@ -155,6 +170,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_order",
         name="all units are one",
         old="""\
             home = places[0] if len(places) == 1 else self.root
@@ -165,6 +181,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="all parameters are in the first unit",
         old="""\
             home = places[0] if len(places) == 1 else self.root
@@ -175,6 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_order",
         name="never frees after forward",
         old="""\
         if self.reshard_after_forward or not outputs:
@@ -185,6 +203,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_order",
         name="frees after forward whatever is asked",
         old="""\
         if self.reshard_after_forward or not outputs:
@@ -195,6 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_resident",
         name="frees nothing at all until the next forward",
         old="""\
         self.full.untyped_storage().resize_(0)
@@ -206,6 +226,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_live",
         name="does not free after backward",
         old="""\
         for flat in self.units[i]:
@@ -221,6 +242,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="gradients are added up, not averaged",
         old="""\
         mine /= self.size
@@ -229,6 +251,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_subgroup",
         name="averaged over the default group",
         old="""\
         mine /= self.size
@@ -239,6 +262,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_order",
         name="all_reduce and a slice of it",
         old="""\
         mine = torch.empty_like(self.shard)
@@ -251,6 +275,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_order",
         name="all_reduce and a view of it: full gradients stay",
         old="""\
         mine = torch.empty_like(self.shard)
@@ -263,6 +288,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_resident",
         name="keeps full gradients",
         old="""\
             if p.grad is not None:
@@ -278,6 +304,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="does not take the first rank's weights",
         old="""\
             dist.broadcast(message, group=group, group_src=0)
@@ -286,12 +313,14 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="takes the weights of rank 0, in a group too",
         old="dist.broadcast(message, group=group, group_src=0)",
         new="dist.broadcast(message, group=group, group_src=-1 % dist.get_world_size(group))",
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="buffers stay each rank's own",
         old="""\
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -302,6 +331,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_without",
         name="an old value of a forward without a backward is used",
         old="""\
         for flat in self._flat_shards():
@@ -311,6 +341,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="the last shard's gradient is lost where it is padded",
         old="""\
         mine /= self.size
@@ -323,6 +354,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_order",
         name="reduces before the unit's backward has come to its end",
         old="""\
         self.in_backward.add(i)
@@ -340,6 +372,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="the gradients of the first unit are forgotten",
         old="""\
         for i in sorted(self.in_backward):
@@ -351,6 +384,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_live",
         name="all is reduced when backward has ended",
         old="""\
             register_multi_grad_hook(inputs, lambda gradients: self.after_backward(i))
@@ -361,6 +395,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="a unit is done after its first use's backward",
         old="""\
         self.in_backward.remove(i)
@@ -375,6 +410,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="nothing is waited for",
         old="""\
             self.work.wait()
@@ -387,6 +423,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="forward_backward",
+        check="forward_backward_values",
         name="wraps the units in PyTorch's own",
         old="""\
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -402,6 +439,7 @@ MUTANTS = [
     # gradients
     Mutant(
         problem="gradients",
+        check="gradients_accumulation",
         name="the last micro-batch replaces those before",
         old="""\
         self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine
@@ -412,6 +450,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="gradients",
+        check="gradients_sharded",
         name="parameters() are the module's own",
         old="""\
                 yield f"{prefix}unit{i}.{k}", flat.shard
@@ -422,6 +461,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="gradients",
+        check="gradients_frozen",
         name="a frozen weight is in one shard with the others",
         old="""\
             kinds.setdefault((home, p.dtype, p.requires_grad), []).append(p)
@@ -432,6 +472,7 @@ MUTANTS = [
     ),
     Mutant(
         problem="gradients",
+        check="gradients_frozen",
         name="a frozen weight gets a gradient of zeros",
         old="""\
 any(p.requires_grad for p in self.params))
@@ -442,6 +483,7 @@ True)
     ),
     Mutant(
         problem="gradients",
+        check="gradients_frozen",
         name="a unit with a frozen weight is not trained at all",
         old="""\
             kinds.setdefault((home, p.dtype, p.requires_grad), []).append(p)
@@ -456,6 +498,7 @@ True)
     ),
     Mutant(
         problem="gradients",
+        check="gradients_unused",
         name="an unused parameter keeps its unit from being reduced",
         old="""\
         for flat in self.units[i]:
@@ -472,6 +515,7 @@ True)
     ),
     Mutant(
         problem="gradients",
+        check="gradients_unused",
         name="ranks without a gradient do not take part",
         old="""\
         for flat in self.units[i]:
@@ -488,6 +532,7 @@ True)
     ),
     Mutant(
         problem="gradients",
+        check="gradients_tied",
         name="a shared parameter belongs to the last unit that has it, and is gathered with it only",
         old="""\
             home = places[0] if len(places) == 1 else self.root
@@ -498,6 +543,7 @@ True)
     ),
     Mutant(
         problem="gradients",
+        check="gradients_sharded",
         name="gradients of all dtypes in float32",
         old="""\
         flat = self.shard.new_zeros(self.size * self.length)
@@ -508,6 +554,7 @@ True)
     ),
     Mutant(
         problem="gradients",
+        check="gradients_dtypes",
         name="one dtype for a unit",
         old="""\
             kinds.setdefault((home, p.dtype, p.requires_grad), []).append(p)
@@ -520,6 +567,7 @@ True)
     # prefetch
     Mutant(
         problem="prefetch",
+        check="prefetch_forward",
         name="nothing is gathered ahead",
         old="""\
         if self.prefetch and i + 1 < self.root:
@@ -530,6 +578,7 @@ True)
     ),
     Mutant(
         problem="prefetch",
+        check="prefetch_backward",
         name="nothing is gathered ahead in backward",
         old="""\
         if self.prefetch and 0 < i < self.root:
@@ -540,6 +589,7 @@ True)
     ),
     Mutant(
         problem="prefetch",
+        check="prefetch_backward",
         name="in backward, the next unit",
         old="""\
         if self.prefetch and 0 < i < self.root:
@@ -554,6 +604,7 @@ True)
     ),
     Mutant(
         problem="prefetch",
+        check="prefetch_forward",
         name="gathers ahead and waits for it",
         old="""\
         if self.prefetch and i + 1 < self.root:
@@ -568,6 +619,7 @@ True)
     ),
     Mutant(
         problem="prefetch",
+        check="prefetch_live",
         name="gathers everything ahead",
         old="""\
         if self.prefetch and i + 1 < self.root:
@@ -582,6 +634,7 @@ True)
     ),
     Mutant(
         problem="prefetch",
+        check="prefetch_values",
         name="what was gathered ahead and not used stays",
         old="""\
         for flat in self._flat_shards():
@@ -591,6 +644,7 @@ True)
     ),
     Mutant(
         problem="prefetch",
+        check="prefetch_values",
         name="what was gathered ahead is not waited for",
         old="""\
             if flat.work is not None:  # gathered ahead for a unit that was not called
@@ -603,6 +657,7 @@ True)
     # mixed_precision
     Mutant(
         problem="mixed_precision",
+        check="mixed_precision_shards",
         name="the masters are bf16",
         old="""\
         self.shard = nn.Parameter(self._mine(flat), any(p.requires_grad for p in self.params))
@@ -613,6 +668,7 @@ True)
     ),
     Mutant(
         problem="mixed_precision",
+        check="mixed_precision_masters",
         name="the masters are rounded to bf16",
         old="""\
         message = self.shard.detach().to(self.full.dtype)
@@ -624,6 +680,7 @@ True)
     ),
     Mutant(
         problem="mixed_precision",
+        check="mixed_precision_traffic",
         name="gathers fp32 and casts afterwards",
         old="""\
         self.work = all_gather_single(self.full, message, self.group, async_op=True)
@@ -636,6 +693,7 @@ True)
     ),
     Mutant(
         problem="mixed_precision",
+        check="mixed_precision_values",
         name="computes in fp32",
         old="""\
 dtype=param_dtype)
@@ -646,6 +704,7 @@ dtype=None)
     ),
     Mutant(
         problem="mixed_precision",
+        check="mixed_precision_values",
         name="does not cast inputs",
         old="""\
             if self.param_dtype is not None and x.is_floating_point():
@@ -656,6 +715,7 @@ dtype=None)
     ),
     Mutant(
         problem="mixed_precision",
+        check="mixed_precision_inputs",
         name="casts whole numbers, too",
         old="""\
             if self.param_dtype is not None and x.is_floating_point():
@@ -666,6 +726,7 @@ dtype=None)
     ),
     Mutant(
         problem="mixed_precision",
+        check="mixed_precision_values",
         name="casts buffers, too",
         old="""\
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -680,6 +741,7 @@ dtype=None)
     ),
     Mutant(
         problem="mixed_precision",
+        check="mixed_precision_masters",
         name="gradients stay bf16",
         old="""\
         self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine
@@ -691,6 +753,7 @@ dtype=None)
     # clip_and_save
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_clip",
         name="the norm of this rank's shards",
         old="""\
         dist.all_reduce(total, group=self.group)
@@ -699,6 +762,7 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_clip",
         name="norms are added up, not squares",
         old="""\
         dist.all_reduce(total, group=self.group)
@@ -711,6 +775,7 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_clip",
         name="the norm of each shard by itself",
         old="""\
             gradient *= min(1.0, max_norm / (norm.item() + 1e-6))
@@ -721,12 +786,14 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_clip",
         name="scales small gradients up",
         old="min(1.0, max_norm / (norm.item() + 1e-6))",
         new="max_norm / (norm.item() + 1e-6)",
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_clip",
         name="measures, and scales nothing",
         old="""\
             gradient *= min(1.0, max_norm / (norm.item() + 1e-6))
@@ -737,6 +804,7 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_save",
         name="the state on the first rank only",
         old="""\
         return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
@@ -749,6 +817,7 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_save",
         name="a tied weight by one of its names",
         old="""\
         return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
@@ -761,6 +830,7 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_save",
         name="no buffers in the state",
         old="""\
         return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
@@ -771,6 +841,7 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_save",
         name="buffers that are not saved, too",
         old="""\
         return {name: values.get(tensor, tensor).detach().clone() for name, tensor in names.items()}
@@ -782,6 +853,7 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_mixed",
         name="the state is rounded to bf16",
         old="""\
         all_gather_single(flat, self.shard.detach(), self.group)
@@ -793,6 +865,7 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_load",
         name="loads the first part on every rank",
         old="""\
             self.shard.copy_(self._mine(flat))
@@ -803,6 +876,7 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_load",
         name="loads into new shards, which no optimizer knows",
         old="""\
         with torch.no_grad():
@@ -814,6 +888,7 @@ dtype=None)
     ),
     Mutant(
         problem="clip_and_save",
+        check="clip_and_save_load",
         name="buffers are not loaded",
         old="""\
                     tensor.copy_(state[name])
@@ -825,6 +900,7 @@ dtype=None)
     # checkpointing
     Mutant(
         problem="checkpointing",
+        check="checkpointing_bytes",
         name="does nothing",
         old="""\
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
@@ -835,6 +911,7 @@ dtype=None)
     ),
     Mutant(
         problem="checkpointing",
+        check="checkpointing_bytes",
         name="only the first unit",
         old="""\
     for unit in units:
@@ -845,6 +922,7 @@ dtype=None)
     ),
     Mutant(
         problem="checkpointing",
+        check="checkpointing_values",
         name="draws other random numbers",
         old="""\
 use_reentrant=False)
@@ -855,6 +933,7 @@ use_reentrant=False, preserve_rng_state=False)
     ),
     Mutant(
         problem="checkpointing",
+        check="checkpointing_bytes",
         name="the whole model at once, kept until the end",
         old="""\
     for unit in units:
@@ -865,6 +944,7 @@ use_reentrant=False, preserve_rng_state=False)
     ),
     Mutant(
         problem="checkpointing",
+        check="checkpointing_values",
         name="units are replaced by wrappers, with other names",
         old="""\
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
@@ -886,6 +966,7 @@ use_reentrant=False, preserve_rng_state=False)
     ),
     Mutant(
         problem="checkpointing",
+        check="checkpointing_bytes",
         name="activations are kept and computed again",
         old="""\
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
