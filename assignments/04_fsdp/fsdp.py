@@ -142,7 +142,7 @@ class FSDP(nn.Module):
 
     Args:
         module: the model, of the same structure on every rank. It is called with tensors, or tuples, lists and dicts
-            of them, and returns such, as do the units.
+            of them, by position or by keyword, and returns such, as do the units.
         units: submodules in the order of execution, none inside another.
         group: the ranks that take part.
         reshard_after_forward: whether units are freed between forward and backward.

@@ -74,6 +74,7 @@ class Chain(Seen):
 
     def __init__(self, draw: Callable, width: int, hidden: Sequence[int], dropout: float = 0.0) -> None:
         super().__init__()
+        self.by_keyword = False  # whether every other layer gets its input so, in a dtype that is to be cast
         self.scale = nn.Parameter(draw(width))
         self.layers = nn.ModuleList(Layer(draw, i, width, h, dropout) for i, h in enumerate(hidden))
         self.head = nn.Parameter(draw(3, width))
@@ -85,7 +86,11 @@ class Chain(Seen):
         self.see("forward", x=x, **({} if ids is None else {"ids": ids}))
         x = x * self.scale
         for i in range(len(self.layers)) if order is None else order:
-            x = self.layers[i](x, spare=i not in bare)
+            spare = i not in bare
+            if self.by_keyword and i % 2 == 1:
+                x = self.layers[i](x=x.float() if x.dtype == torch.bfloat16 else x, spare=spare)
+            else:
+                x = self.layers[i](x, spare=spare)
         return {"y": F.linear(x, self.head)}
 
 
@@ -106,6 +111,25 @@ def watched(model: Chain) -> list[Seen]:
 def chain(rng: torch.Generator, dtype: torch.dtype = torch.float64, hidden: Sequence[int] = (7, 9, 12)) -> Chain:
     """Three units of 82, 104 and 137 elements, and a root of 20: none is divided by 3 and 4 without a rest."""
     return Chain(drawing(rng, dtype), 5, hidden)
+
+
+def two_dtypes(rng: torch.Generator) -> Chain:
+    """A chain with a float32 parameter in each layer, beside those of float64."""
+    model = chain(rng)
+    for layer in model.layers:
+        layer.spare = nn.Parameter(layer.spare.detach().float())
+    return model
+
+
+def of_all_kinds(rng: torch.Generator) -> Chain:
+    """A chain with a transposed parameter, whole numbers in a buffer, and a buffer that is not saved."""
+    model = chain(rng)
+    draw = drawing(rng)
+    layer = model.layers[1]
+    layer.down = nn.Parameter(draw(layer.down.shape[1], layer.down.shape[0]).t())
+    layer.register_buffer("count", torch.randint(0, 1000, (3,), generator=rng))
+    layer.register_buffer("scratch", draw(2), persistent=False)
+    return model
 
 
 def tie_across(model: Chain) -> Chain:
@@ -563,6 +587,16 @@ def unit_sizes(model: Chain) -> dict[int, int]:
     """Number of elements of each unit, and of the root's; of a model without ties."""
     sizes = {layer.index: sum(p.numel() for p in layer.parameters()) for layer in model.layers}
     return sizes | {ROOT: sum(p.numel() for p in model.parameters()) - sum(sizes.values())}
+
+
+def unit_parts(model: Chain) -> list[dict[torch.dtype, int]]:
+    """Number of elements of each unit but the root's, by dtype."""
+    parts: list[dict[torch.dtype, int]] = []
+    for layer in model.layers:
+        parts.append({})
+        for p in layer.parameters():
+            parts[-1][p.dtype] = parts[-1].get(p.dtype, 0) + p.numel()
+    return parts
 
 
 def of_unit(e: Event, op: str, numel: int, world_size: int) -> bool:

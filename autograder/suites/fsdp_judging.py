@@ -18,9 +18,10 @@ from autograder.suites.fsdp_calls import (
     on_ranks,
     shard_all,
     step_events,
+    unit_parts,
     unit_sizes,
 )
-from autograder.suites.kit import Expect, difference, expect_nothing_left, fail
+from autograder.suites.kit import Expect, difference, dtype_name, expect_nothing_left, fail
 
 SMALL = 64  # bytes of scalars that do not count
 
@@ -201,25 +202,29 @@ def expect_bounded(ranks: Callable, run: Run, case: Case, number: int, most: int
             )
 
 
-def expect_ahead(ranks: Callable, run: Run, case: Case, kind: str) -> None:
+def expect_ahead(ranks: Callable, run: Run, case: Case, number: int, kind: str) -> None:
     """The next unit's all_gather is issued before this unit computes, and not waited for before."""
-    sizes = unit_sizes(case.models[0])
-    units, n = len(sizes) - 1, run.world_size
+    parts = unit_parts(case.models[0])
+    units, n = len(parts), run.world_size
     for rank in range(n):
-        events = step_events(run, rank, 0)
-        for i in range(units):
-            other = i + 1 if kind == "forward" else i - 1
-            if not 0 <= other < units:
-                continue
+        events = step_events(run, rank, number)
+        places = [(i, i + 1 if kind == "forward" else i - 1) for i in range(units)]
+        for i, other, (dtype, numel) in [
+            (*p, part) for p in places if 0 <= p[1] < units for part in parts[p[1]].items()
+        ]:
             start, begin = marks(events, f"{kind} {i}")[0], marks(events, f"{kind} {other}")[0]
             since = marks(events, f"forward {units - 1}")[0].order if kind == "backward" else -1
-            gathers = [e for e in events if of_unit(e, "all_gather", sizes[other], n) and since < e.order < begin.order]
+            gathers = [
+                e for e in events
+                if of_unit(e, "all_gather", numel, n) and e.dtype == dtype_name(dtype) and since < e.order < begin.order
+            ]  # fmt: skip
             early = [e for e in gathers if e.order < start.order]
             word = "next" if kind == "forward" else "previous"
             if not early:
                 fail(
                     case=case.name,
-                    expected=f"the all_gather of unit {other}, the {word} one, before the {kind} of unit {i} starts",
+                    expected=f"the all_gather of unit {other}, the {word} one, before the {kind} of unit {i} starts"
+                    + (f" (its {numel} elements of {dtype_name(dtype)})" if len(parts[other]) > 1 else ""),
                     found=f"{listed([e for e in events if e in gathers or e in (start, begin)])} (rank {rank})",
                     line=gathers[-1] if gathers else ranks.definition("FSDP"),
                     perhaps="issue it where unit i is waited for: later, there is less to hide behind",

@@ -25,6 +25,7 @@ from autograder.suites.fsdp_calls import (
     listed,
     make,
     marks,
+    of_all_kinds,
     of_unit,
     on_ranks,
     play,
@@ -33,6 +34,7 @@ from autograder.suites.fsdp_calls import (
     shard_mixed,
     step_events,
     tie_across,
+    two_dtypes,
     unit_sizes,
 )
 from autograder.suites.fsdp_judging import (
@@ -202,8 +204,10 @@ def test_forward_backward_traffic(ranks, rng):
 
 
 def wide(rng: torch.Generator) -> Chain:
-    """Six equal units of 33 KB: next to them activations are small."""
-    return Chain(drawing(rng, torch.float32), 64, [64] * 6)
+    """Six equal units of 33 KB: next to them activations are small. Every other one gets its input by keyword."""
+    model = Chain(drawing(rng, torch.float32), 64, [64] * 6)
+    model.by_keyword = True
+    return model
 
 
 def measured(rng: torch.Generator, world_size: int, name: str, program: list, **fields) -> Case:
@@ -253,7 +257,7 @@ def test_forward_backward_live(ranks, rng):
 
 @check("forward_backward", "the first rank's weights and buffers; a group of some of the ranks", weight=2)
 def test_forward_backward_subgroup(ranks, rng):
-    make(ranks, [one_case(rng, 2, "a group of ranks [1, 3]", TWO_STEPS)], 4, members=[1, 3])
+    make(ranks, [one_case(rng, 2, "a group of ranks [1, 3]", TWO_STEPS, of_all_kinds)], 4, members=[1, 3])
 
 
 @check("forward_backward", "evaluation, and a forward without a backward, leave nothing old behind", weight=3)
@@ -389,13 +393,13 @@ def test_gradients_tied(ranks, rng):
 
 @check("gradients", "a unit of several dtypes", weight=2)
 def test_gradients_dtypes(ranks, rng):
-    def model(rng: torch.Generator) -> Chain:
-        model = chain(rng)
-        for layer in model.layers:
-            layer.spare = torch.nn.Parameter(layer.spare.detach().float())
-        return model
-
-    make(ranks, [one_case(rng, 3, "float32 and float64 in each unit", TWO_STEPS, model, terms=10**10)], 3)
+    cases = [
+        one_case(rng, 3, "float32 and float64 in each unit", TWO_STEPS, two_dtypes, terms=10**10),
+        one_case(rng, 3, "the float32 one of unit 1 is unused on rank 0", TWO_STEPS, two_dtypes, terms=10**10),
+    ]
+    cases[1].perhaps = "a parameter without a gradient counts as zeros, and all ranks must send the same"
+    cases[1].programs[0][0][-1]["bare"] = (1,)
+    make(ranks, cases, 3)
 
 
 # ----------------------------------------------------------------------------------------------------------- prefetch
@@ -405,21 +409,34 @@ AHEAD = {"prefetch": True}
 
 @check("prefetch", "in forward, the next unit is on its way while this one computes", weight=3)
 def test_prefetch_forward(ranks, rng):
-    case = one_case(rng, 2, "one step", [STEP], settings=AHEAD)
-    expect_ahead(ranks, make(ranks, [case], 2), case, "forward")
+    cases = [
+        one_case(rng, 2, "one step", [STEP], settings=AHEAD),
+        one_case(rng, 2, "one step, reshard_after_forward=False", [STEP],
+                 settings=AHEAD | {"reshard_after_forward": False}),
+        one_case(rng, 2, "one step, units of two dtypes", [STEP], two_dtypes, settings=AHEAD, terms=10**10),
+    ]  # fmt: skip
+    run = make(ranks, cases, 2)
+    for number, case in enumerate(cases):
+        expect_ahead(ranks, run, case, number, "forward")
 
 
 @check("prefetch", "in backward, the previous one", weight=3)
 def test_prefetch_backward(ranks, rng):
-    case = one_case(rng, 2, "one step", [STEP], settings=AHEAD)
-    expect_ahead(ranks, make(ranks, [case], 2), case, "backward")
+    cases = [
+        one_case(rng, 2, "one step", [STEP], settings=AHEAD),
+        one_case(rng, 2, "one step, units of two dtypes", [STEP], two_dtypes, settings=AHEAD, terms=10**10),
+    ]  # fmt: skip
+    run = make(ranks, cases, 2)
+    for number, case in enumerate(cases):
+        expect_ahead(ranks, run, case, number, "backward")
 
 
 @check("prefetch", "the values stay what they are, whatever order the units come in", weight=3)
 def test_prefetch_values(ranks, rng):
     cases = []
     for order, keep in (([0, 2], False), ([0, 2], True), ([2, 1, 0], False), ([0, 1, 0, 2], False)):
-        program = [EVAL, ("step", {"order": order}), ("forward",), ("forget",), UPDATE, STEP, UPDATE, EVAL]
+        used = {"order": order}
+        program = [EVAL, ("step", used), ("forward",), ("forget",), UPDATE, STEP, UPDATE, EVAL, ("eval", used)]
         name = f"units in the order {order}" + (", reshard_after_forward=False" if keep else "")
         perhaps = "what was gathered ahead and not used is old in the next step: wait for it and free it"
         settings = AHEAD | {"reshard_after_forward": not keep}
@@ -448,6 +465,7 @@ def test_mixed_precision_values(ranks, rng):
     cases = [
         one_case(rng, 2, "a forward", [EVAL, ("step", {}), EVAL], chain32, settings=BF16),
         one_case(rng, 2, "a forward, gathered ahead", [EVAL], chain32, settings=BF16 | AHEAD),
+        one_case(rng, 2, "a forward of a float64 model", [EVAL], settings=BF16),
     ]
     make(ranks, cases, 2)
 
@@ -455,7 +473,10 @@ def test_mixed_precision_values(ranks, rng):
 @check("mixed_precision", "floating inputs are cast, whole numbers and buffers are not", weight=2)
 def test_mixed_precision_inputs(ranks, rng):
     ids = torch.arange(4)
-    case = one_case(rng, 2, "a step with a tensor of whole numbers", [("step", {"ids": ids})], chain32, settings=BF16)
+    program = [("step", {"ids": ids})]
+    case = one_case(rng, 2, "a step with a tensor of whole numbers", program, chain32, settings=BF16)
+    for model in case.models:
+        model.by_keyword = True
     run = play(ranks, [case], 2)
     for rank in (0, 1):
         for kind, i, tensors, _ in run.values[rank][0][0]["seen"]:
@@ -533,19 +554,29 @@ def test_mixed_precision_traffic(ranks, rng):
 # ------------------------------------------------------------------------------------------------------ clip_and_save
 
 
+def faint(rng: torch.Generator) -> Chain:
+    """A chain whose outputs are so small that the norm of its gradient is less than 1e-6."""
+    model = chain(rng)
+    with torch.no_grad():
+        model.head *= 1e-7
+    return model
+
+
 @check("clip_and_save", "the norm of the whole model's gradient, the same on all ranks", weight=3)
 def test_clip_and_save_clip(ranks, rng):
     cases = []
+    perhaps = "every gradient is multiplied by min(1, max_norm / (norm + 1e-6)), on every rank"
     for name, limits in (("clipped to 0.01", (0.01, 0.02)), ("not clipped", (1e3, 1e3))):
         program = [STEP, STEP, ("clip", limits[0]), UPDATE, STEP, ("clip", limits[1]), UPDATE, EVAL]
-        perhaps = "every gradient is multiplied by min(1, max_norm / norm), on every rank"
         cases.append(one_case(rng, 3, name, program, perhaps=perhaps, terms=10**9))
+    program = [STEP, STEP, ("clip", 1e-8), UPDATE, STEP, ("clip", 1e-8), UPDATE, EVAL]
+    cases.append(one_case(rng, 3, "small gradients", program, faint, perhaps=perhaps, terms=10**9, lr=1e6))
     run = play(ranks, cases, 3)
-    for number in (0, 1):
-        expect_norm(ranks, run, cases[number], number, step=2)
+    for number, case in enumerate(cases):
+        expect_norm(ranks, run, case, number, step=2)
     judge(ranks, run, cases)
-    for number in (0, 1):
-        expect_norm(ranks, run, cases[number], number, step=5)
+    for number, case in enumerate(cases):
+        expect_norm(ranks, run, case, number, step=5)
     expect_nothing_left(run)
 
 
@@ -596,6 +627,7 @@ RNG_STATE = 6_000  # bytes: each checkpoint may keep the random state, for dropo
 def test_checkpointing_bytes(ranks, rng):
     torch.manual_seed(int(torch.randint(0, 1000, (), generator=rng)))
     models = [gpt.tiny(layers=layers, width=32, vocab_size=64, context_length=32) for layers in (2, 4)]
+    models[1].eval()  # gradients are asked for all the same
     tokens = torch.randint(0, 64, (3, 32), generator=rng)
     run = ranks(checkpointed_bytes, 1, [(f"a GPT of {m.config.layers} blocks", m, tokens, "blocks") for m in models])
     for number, model in enumerate(models):

@@ -979,6 +979,117 @@ use_reentrant=False, preserve_rng_state=False)
         unit.forward = twice
 """,
     ),
+    # parts of a rule that are easily left out
+    Mutant(
+        problem="gradients",
+        check="gradients_dtypes",
+        name="a shard without any gradient on this rank is not reduced",
+        old="""\
+        flat = self.shard.new_zeros(self.size * self.length)
+        for p, part in zip(self.params, self._parts(flat), strict=True):
+            if p.grad is not None:
+""",
+        new="""\
+        if all(p.grad is None for p in self.params):
+            return
+        flat = self.shard.new_zeros(self.size * self.length)
+        for p, part in zip(self.params, self._parts(flat), strict=True):
+            if p.grad is not None:
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        check="forward_backward_live",
+        name="inputs by keyword are not looked at",
+        old="for x in tree_leaves((args, kwargs)) if",
+        new="for x in tree_leaves(args) if",
+    ),
+    Mutant(
+        problem="forward_backward",
+        check="forward_backward_subgroup",
+        name="only floating-point tensors of the state dict come from the first rank",
+        old="""\
+        for tensor in [*module.parameters(), *module.buffers()]:
+""",
+        new="""\
+        for tensor in [t for t in module.state_dict(keep_vars=True).values() if t.is_floating_point()]:
+""",
+    ),
+    Mutant(
+        problem="forward_backward",
+        check="forward_backward_subgroup",
+        name="what is received for a transposed parameter is dropped",
+        old="""\
+            with torch.no_grad():
+                tensor.copy_(message)
+
+""",
+        new="""\
+
+""",
+    ),
+    Mutant(
+        problem="prefetch",
+        check="prefetch_values",
+        name="what was gathered ahead for a unit that is not called is never waited for",
+        old="""\
+        for flat in self._flat_shards():
+            if flat.work is not None:  # gathered ahead for a unit that was not called
+                flat.reshard()
+""",
+        new="",
+    ),
+    Mutant(
+        problem="prefetch",
+        check="prefetch_forward",
+        name="of several dtypes the first is gathered ahead",
+        old="""\
+            for flat in self.units[i + 1]:
+""",
+        new="""\
+            for flat in self.units[i + 1][:1]:
+""",
+    ),
+    Mutant(
+        problem="prefetch",
+        check="prefetch_forward",
+        name="nothing is gathered ahead where units stay gathered",
+        old="if self.prefetch and i + 1 < self.root:",
+        new="if self.prefetch and self.reshard_after_forward and i + 1 < self.root:",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        check="mixed_precision_values",
+        name="only float32 is cast",
+        old="self.units[i].append(FlatShard(params, group, param_dtype))",
+        new="self.units[i].append(FlatShard(params, group, param_dtype if params[0].dtype == torch.float32 else None))",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        check="mixed_precision_inputs",
+        name="inputs by keyword are not cast",
+        old="args, kwargs = tree_map_only(Tensor, enter, (args, kwargs))",
+        new="args = tree_map_only(Tensor, enter, args)",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        check="clip_and_save_clip",
+        name="divides by the norm alone",
+        old="max_norm / (norm.item() + 1e-6)",
+        new="max_norm / norm.item()",
+    ),
+    Mutant(
+        problem="checkpointing",
+        check="checkpointing_bytes",
+        name="only while training",
+        old="""\
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+""",
+        new="""\
+        if unit.training:
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+""",
+    ),
 ]
 
 ALTERNATIVES = [
