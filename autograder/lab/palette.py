@@ -26,16 +26,16 @@ PART = {
     "saved activations": "#AA9955",
 }
 
-# Collectives, in charts of what is sent: those that collect towards a sum in one family, those that spread in another.
+# Collectives, in charts of what is sent: those that sum are blue, those that spread are yellow.
 OP = {
     "reduce_scatter": KIND["send"],
     "reduce": KIND["recv"],
     "all_gather": KIND["collective"],
     "broadcast": "#F3CF7A",
-    "all_reduce": KIND["compute"],
+    "all_reduce": "#666666",  # both
 }
 
-STAGE = {"plain": "#222222", "stage 1": "#882255", "stage 2": "#AA66AA", "stage 3": "#332288"}  # of ZeRO, as lines
+STAGE = {"plain": "#222222", "stage 1": "#5C3A21", "stage 2": "#A0673A", "stage 3": "#C9A27A"}  # of ZeRO, as lines
 
 INK = "#222222"  # text and outlines
 FAINT = "#BBBBBB"  # grids, idle areas, everything that should recede
