@@ -9,11 +9,12 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from autograder.lab import costs
-from autograder.lab.palette import FAINT, INK, KIND, RANK, TEXT, WIDTH, tint
+from autograder.lab.palette import FAINT, INK, KIND, OP, PART, RANK, STAGE, TEXT, WIDTH, tint
 
 matplotlib.rcParams["svg.hashsalt"] = "pictures"  # the same picture is the same SVG, byte for byte
 
@@ -97,17 +98,28 @@ def curves(
     log: str = "xy",
     units: tuple[str, str] = ("", ""),
     legend_above: bool = False,
+    steps: bool = False,
+    marks: Mapping[float, str] | None = None,
 ) -> Figure:
-    """Named lines over x. `log` names the logarithmic axes; a unit is "bytes", "seconds" or none."""
+    """Named lines over x. `log` names the logarithmic axes; a unit is "bytes", "seconds" or none.
+
+    With `steps` the values are points, joined by steps: each holds until the next. `marks` are named places on x.
+    """
     forms = {"": lambda value, _: f"{value:g}", "bytes": _size, "seconds": _duration}
     figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
     ax = figure.subplots()
     for i, (name, y) in enumerate(series.items()):
-        ax.plot(x, y, color=RANK[i % len(RANK)], lw=2, label=name)
+        look = {"marker": "o", "ms": 4, "lw": 1.2, "drawstyle": "steps-post"} if steps else {"lw": 2}
+        ax.plot(x, y, color=STAGE.get(name, RANK[i % len(RANK)]), label=name, **look)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     for axis, scale in (("x", ax.set_xscale), ("y", ax.set_yscale)):
         if axis in log:
             scale("log")
+    if steps:
+        ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
+    for place, name in (marks or {}).items():
+        ax.axvline(place, color=INK, lw=0.8, ls=(0, (3, 2)))
+        ax.text(place, ax.get_ylim()[1], f" {name}", va="top", fontsize=TEXT, color=INK)
     _plain(ax, forms[units[0]], forms[units[1]])
     if legend_above:
         figure.legend(fontsize=TEXT, frameon=False, loc="outside upper center", ncols=2)
@@ -118,6 +130,8 @@ def curves(
 
 def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str, unit: str = "bytes", totals: bool = True) -> Figure:
     """Horizontal bars, each made of named parts; a part has the same colour in every bar.
+
+    The names in `palette.PART` and `palette.OP` have their own colours; others take the ranks', in order.
 
     Args:
         rows: for each bar its name and its parts, with their sizes.
@@ -130,9 +144,11 @@ def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str, unit: str = "b
     ax = figure.subplots()
     names = list(dict.fromkeys(part for parts in rows.values() for part in parts))
     ends = dict.fromkeys(rows, 0.0)
+    colours = PART | OP
     for i, name in enumerate(names):
+        colour = tint(colours.get(name, RANK[i % len(RANK)]), 0.75)
         sizes = [parts.get(name, 0.0) for parts in rows.values()]
-        ax.barh(list(rows), sizes, left=list(ends.values()), color=tint(RANK[i], 0.75), label=name, height=0.66)
+        ax.barh(list(rows), sizes, left=list(ends.values()), color=colour, label=name, height=0.66)
         ends = {row: end + size for (row, end), size in zip(ends.items(), sizes, strict=True)}
     if totals:
         for row, end in enumerate(ends.values()):
@@ -187,10 +203,11 @@ def backwards(steps: Mapping[str, Moments]) -> Figure:
 def unit_events(events: Sequence[tuple[str, int]], units: int, titles: Sequence[str] | None = None) -> Figure:
     """The order of events of a step under FSDP: one row for each unit, one column for each event; no clock.
 
-    A bar runs from a unit's all-gather to the event with which it is freed.
+    A bar runs from a unit's all-gather to where it is freed; there it ends in a dark edge.
 
     Args:
-        events: in order, each a kind and its unit: "gather", "forward", "backward", "scatter", or "free".
+        events: in order, each a kind and its unit: "gather", "forward", "backward", "scatter", or "free". A "free"
+            has no column: it lies between two.
         units: how many there are.
         titles: of the rows.
     """
@@ -212,47 +229,56 @@ def unit_events(events: Sequence[tuple[str, int]], units: int, titles: Sequence[
         if kind == "gather":
             since.setdefault(unit, x)
         x += 1
-    held += [(unit, start, x) for unit, start in since.items()]
     for unit, start, end in held:
-        ax.broken_barh([(start, end - start)], (unit - 0.42, 0.84), color=tint(KIND["wait"], 0.8), linewidth=0)
+        ax.broken_barh([(start, end - start - 0.06)], (unit - 0.42, 0.84), color=tint(KIND["wait"], 0.8), linewidth=0)
+        ax.plot([end - 0.06] * 2, [unit - 0.42, unit + 0.42], color=INK, lw=2, solid_capstyle="butt", clip_on=False)
+    for unit, start in since.items():  # never freed
+        ax.broken_barh([(start, x - start)], (unit - 0.42, 0.84), color=tint(KIND["wait"], 0.8), linewidth=0)
     for x, (kind, unit) in enumerate(columns):
         colour, letter = look[kind]
-        ax.add_patch(Rectangle((x + 0.06, unit - 0.3), 0.88, 0.6, fc=tint(KIND[colour], 0.7), ec="none"))
-        ax.text(x + 0.5, unit, letter, ha="center", va="center", fontsize=TEXT, color=INK)
+        ax.add_patch(Rectangle((x + 0.1, unit - 0.3), 0.76, 0.6, fc=tint(KIND[colour], 0.7), ec="none"))
+        ax.text(x + 0.48, unit, letter, ha="center", va="center", fontsize=TEXT, color=INK)
     ax.set(xlim=(0, len(columns)), ylim=(units - 0.4, -0.6), xlabel="events, in order")
     ax.set_yticks(range(units), titles or [f"unit {i}" for i in range(units)])
     ax.tick_params(labelsize=TEXT, colors=INK, left=False)
     ax.spines[["top", "right", "left"]].set_visible(False)
     words = {"gather": "all-gather", "forward": "forward, backward", "scatter": "reduce-scatter"}
     handles = [Rectangle((0, 0), 1, 1, color=tint(KIND[look[k][0]], 0.7)) for k in words]
-    handles.append(Rectangle((0, 0), 1, 1, color=tint(KIND["wait"], 0.8)))
-    figure.legend(
-        handles, [*words.values(), "gathered"], loc="outside lower center", ncols=4, frameon=False, fontsize=TEXT
-    )
+    handles += [Rectangle((0, 0), 1, 1, color=tint(KIND["wait"], 0.8)), Line2D([], [], color=INK, lw=2)]
+    names = [*words.values(), "gathered", "freed"]
+    figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, fontsize=TEXT)
     return figure
 
 
 def link_and_device(plans: Mapping[str, Sequence[tuple[str, float, float, str]]]) -> Figure:
     """Plans one under the other: what the device computes and what the link carries, over milliseconds.
 
+    A label that has no room in its bar stands above it, or under it where it is the link's.
+
     Args:
         plans: title -> bars, each a kind ("compute", "collective" or "send"), start and end in ms, and its label.
     """
-    figure = Figure(figsize=(WIDTH, 1.1 * len(plans) + 0.9), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.35 * len(plans) + 0.9), layout="constrained")
     ax = figure.subplots()
     longest = max(end for bars in plans.values() for _, _, end, _ in bars)
     for row, (title, bars) in enumerate(plans.items()):
-        y = 3.3 * row
-        ax.text(0, y - 0.15, title, fontsize=TEXT, color=INK, va="bottom")
-        for kind, start, end, label in bars:
-            lane = y if kind == "compute" else y + 1
+        y = 4.1 * row
+        ax.text(0, y - 0.6, title, fontsize=TEXT, color=INK, va="bottom")
+        free = {True: 0.0, False: 0.0}  # where the next label beside its bar may begin: above, below
+        for kind, start, end, label in sorted(bars, key=lambda bar: bar[1]):
+            own = kind == "compute"
+            lane = y if own else y + 1
             ax.add_patch(Rectangle((start, lane), end - start, 0.9, fc=tint(KIND[kind], 0.65), ec="white", lw=0.8))
-            if end - start > longest / 28:
-                ax.text((start + end) / 2, lane + 0.45, label, ha="center", va="center", fontsize=TEXT - 1, color=INK)
+            wide = longest / 80 * len(label)
+            middle, height = (start + end) / 2, lane + 0.45
+            if end - start < 1.2 * wide:
+                middle, height = max(middle, free[own] + wide / 2), y - 0.28 if own else y + 2.22
+                free[own] = middle + 0.7 * wide
+            ax.text(middle, height, label, ha="center", va="center", fontsize=TEXT - 1, color=INK)
         last = max(end for _, _, end, _ in bars)
         ax.text(last + longest / 100, y + 0.95, _duration(last / 1e3), fontsize=TEXT, va="center", color=INK)
     _plain(ax)
-    ax.set(xlim=(0, 1.1 * longest), ylim=(3.3 * len(plans) - 1.1, -1), xlabel="milliseconds")
+    ax.set(xlim=(0, 1.1 * longest), ylim=(4.1 * len(plans) - 1.4, -1.4), xlabel="milliseconds")
     ax.set_yticks([])
     ax.spines["left"].set_visible(False)
     words = {"compute": "device computes", "collective": "link: all-gather", "send": "link: reduce-scatter"}

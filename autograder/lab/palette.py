@@ -13,6 +13,30 @@ KIND = {
     "error": "#D55E00",
 }
 
+# What bytes are, in charts of memory. No rank's colour: a part is not a rank.
+PART = {
+    "parameters": "#332288",
+    "weights": "#332288",
+    "fp32 copy": "#88AADD",
+    "gradients": "#882255",
+    "optimizer state": "#117733",
+    "first moment": "#117733",
+    "second moment": "#88C299",
+    "activations": "#AA9955",
+    "saved activations": "#AA9955",
+}
+
+# Collectives, in charts of what is sent: those that sum are blue, those that spread are yellow.
+OP = {
+    "reduce_scatter": KIND["send"],
+    "reduce": KIND["recv"],
+    "all_gather": KIND["collective"],
+    "broadcast": "#F3CF7A",
+    "all_reduce": "#666666",  # both
+}
+
+STAGE = {"plain": "#222222", "stage 1": "#5C3A21", "stage 2": "#A0673A", "stage 3": "#C9A27A"}  # of ZeRO, as lines
+
 INK = "#222222"  # text and outlines
 FAINT = "#BBBBBB"  # grids, idle areas, everything that should recede
 

@@ -297,11 +297,15 @@ def recursive_doubling(p: int = 8) -> Figure:
 
 
 def stages(p: int = 4) -> Figure:
-    """What each rank holds under plain data parallelism and the three stages of ZeRO; dashed: held by another rank."""
+    """What each rank holds under plain data parallelism and the three stages of ZeRO; dashed: held by another rank.
+
+    Colours are those of the ranks, sizes are not to scale.
+    """
     kinds = ("parameters", "gradients", "state")
     held = {"plain": (), "stage 1": kinds[2:], "stage 2": kinds[1:], "stage 3": kinds}
     pitch, left = 3 * 1.5 + 0.7, 2.2
-    figure, ax = _canvas(left + len(held) * pitch, p * 1.35 + 2.9)
+    figure, ax = _canvas(left + len(held) * pitch, p * 1.35 + 4.1)
+    _text(ax, left, p * 1.35 + 3.75, "one colour for each rank; sizes are not to scale", ha="left")
     for column, (title, divided) in enumerate(held.items()):
         x0 = left + column * pitch
         _text(ax, x0 + 2.15, 0.45, title, weight="bold")
