@@ -75,69 +75,77 @@ TAKE = """\
 """
 
 
-def changed(problem: str, name: str, whole: str, *changes: str) -> Mutant:
+def changed(problem: str, name: str, whole: str, *changes: str, check: str = "") -> Mutant:
     """A mutant in which parts of a longer text are changed: old, new, old, new, ..."""
     new = whole
     for a, b in zip(changes[::2], changes[1::2], strict=True):
         assert a in new, (name, a)
         new = new.replace(a, b)
-    return Mutant(problem, name, whole, new)
+    return Mutant(problem, name, whole, new, check)
 
 
 MUTANTS = [
     # partition
-    changed("partition", "in turn", CHOOSE, "shares.index(min(shares))", "i % world_size"),
+    changed("partition", "in turn", CHOOSE, "shares.index(min(shares))", "i % world_size", check="partition_balance"),
     changed(
         "partition",
         "blocks with as many tensors each",
         CHOOSE,
         "shares.index(min(shares))",
         "i * world_size // len(numels)",
+        check="partition_balance",
     ),
-    changed("partition", "always the rank that has the most", CHOOSE, "min", "max"),
+    changed("partition", "always the rank that has the most", CHOOSE, "min", "max", check="partition_balance"),
     changed(
         "partition",
         "each rank begins with itself",
         CHOOSE,
         "shares.index(min(shares))",
         "(shares.index(min(shares)) + dist.get_rank()) % world_size",
+        check="partition_owners",
     ),
-    changed("partition", "everything to rank 0", CHOOSE, "shares.index(min(shares))", "0"),
+    changed("partition", "everything to rank 0", CHOOSE, "shares.index(min(shares))", "0", check="partition_balance"),
     Mutant(
         "partition",
         "in the order given, not the longest first",
         "    for i in sorted(range(len(numels)), key=lambda i: -numels[i]):\n",
         "    for i in range(len(numels)):\n",
+        check="partition_balance",
     ),
     Mutant(
         "partition",
         "the shortest first",
         "    for i in sorted(range(len(numels)), key=lambda i: -numels[i]):\n",
         "    for i in sorted(range(len(numels)), key=lambda i: numels[i]):\n",
+        check="partition_balance",
     ),
     Mutant(
         "partition",
         "chance decides among equals",
         "    for i in sorted(range(len(numels)), key=lambda i: -numels[i]):\n",
         "    import random\n\n    for i in sorted(range(len(numels)), key=lambda i: (-numels[i], random.random())):\n",
+        check="partition_owners",
     ),
     Mutant(
         "partition",
         "sorts the caller's list",
         "    for i in sorted(range(len(numels)), key=lambda i: -numels[i]):\n",
         "    if isinstance(numels, list):\n        numels.sort(reverse=True)\n    for i in range(len(numels)):\n",
+        check="partition_owners",
     ),
     Mutant(
         "partition",
         "owners in the order of sizes, not of parameters",
         "    return owners\n",
         "    return [owners[i] for i in sorted(range(len(numels)), key=lambda i: -numels[i])]\n",
+        check="partition_balance",
     ),
     Mutant(
         "partition",
         "no owner for an empty parameter",
         "    return owners\n",
         "    return [owner for owner, n in zip(owners, numels) if n]\n",
+        check="partition_owners",
     ),
     # sharded_optimizer
     Mutant(
@@ -145,6 +153,7 @@ MUTANTS = [
         "not sharded: every rank updates and keeps everything",
         '        mine = {"params": [p for p in parameters if self.owner[p] == self.rank]}\n',
         '        mine = {"params": list(parameters)}\n',
+        check="sharded_memory",
     ),
     Mutant(
         "sharded_optimizer",
@@ -154,6 +163,7 @@ MUTANTS = [
         self.inner.add_param_group(mine)
         self.hidden = [*getattr(self, "hidden", []), *[p.new_zeros(3, p.numel()) for p in parameters]]
 """,
+        check="sharded_memory",
     ),
     Mutant(
         "sharded_optimizer",
@@ -169,22 +179,39 @@ MUTANTS = [
         self.full.step()
         for p in used:
 """,
+        check="sharded_memory",
     ),
-    changed("sharded_optimizer", "adds up", AVERAGE, "gradient / self.world_size", "gradient.clone()"),
+    changed(
+        "sharded_optimizer",
+        "adds up",
+        AVERAGE,
+        "gradient / self.world_size",
+        "gradient.clone()",
+        check="sharded_values",
+    ),
     changed(
         "sharded_optimizer",
         "divides by the size of the default group",
         AVERAGE,
         "self.world_size",
         "dist.get_world_size()",
+        check="sharded_subgroup",
     ),
-    changed("sharded_optimizer", "divides twice", AVERAGE, "p.grad = message", "p.grad = message / self.world_size"),
+    changed(
+        "sharded_optimizer",
+        "divides twice",
+        AVERAGE,
+        "p.grad = message",
+        "p.grad = message / self.world_size",
+        check="sharded_values",
+    ),
     changed(
         "sharded_optimizer",
         "divides by the number of ranks that have the gradient",
         AVERAGE,
         "gradient / self.world_size",
         "gradient / has[[q is p for q in parameters].index(True)]",
+        check="sharded_missing",
     ),
     changed(
         "sharded_optimizer",
@@ -194,11 +221,31 @@ MUTANTS = [
         "",
         "message = (gradient / self.world_size)",
         "message = gradient",
+        check="sharded_values",
     ),
-    changed("sharded_optimizer", "sends gradients as they are, contiguous or not", AVERAGE, ".contiguous()", ""),
-    changed("sharded_optimizer", "the owner's global rank as destination", AVERAGE, "group_dst", "dst"),
     changed(
-        "sharded_optimizer", "a rank without the gradient does not take part", USED, "ranks > 0", "p.grad is not None"
+        "sharded_optimizer",
+        "sends gradients as they are, contiguous or not",
+        AVERAGE,
+        ".contiguous()",
+        "",
+        check="sharded_kinds",
+    ),
+    changed(
+        "sharded_optimizer",
+        "the owner's global rank as destination",
+        AVERAGE,
+        "group_dst",
+        "dst",
+        check="sharded_subgroup",
+    ),
+    changed(
+        "sharded_optimizer",
+        "a rank without the gradient does not take part",
+        USED,
+        "ranks > 0",
+        "p.grad is not None",
+        check="sharded_missing",
     ),
     changed(
         "sharded_optimizer",
@@ -206,31 +253,51 @@ MUTANTS = [
         USED,
         "ranks > 0",
         "ranks >= 0",
+        check="sharded_missing",
     ),
-    changed("sharded_optimizer", "only gradients that all ranks have", USED, "ranks > 0", "ranks == self.world_size"),
+    changed(
+        "sharded_optimizer",
+        "only gradients that all ranks have",
+        USED,
+        "ranks > 0",
+        "ranks == self.world_size",
+        check="sharded_missing",
+    ),
     changed(
         "sharded_optimizer",
         "updates without telling the others",
         SHARE,
         "            dist.broadcast(message, group_src=self.owner[p], group=self.group)\n",
         "",
+        check="sharded_values",
     ),
-    changed("sharded_optimizer", "sends parameters as they are, contiguous or not", SHARE, ".contiguous()", ""),
+    changed(
+        "sharded_optimizer",
+        "sends parameters as they are, contiguous or not",
+        SHARE,
+        ".contiguous()",
+        "",
+        check="sharded_kinds",
+    ),
     changed(
         "sharded_optimizer",
         "does not copy back what arrives in a contiguous copy",
         SHARE,
         "            p.copy_(message)\n",
         "",
+        check="sharded_kinds",
     ),
-    changed("sharded_optimizer", "the owner's global rank as source", SHARE, "group_src", "src"),
-    changed("sharded_optimizer", "always from the first rank", SHARE, "self.owner[p]", "0"),
+    changed(
+        "sharded_optimizer", "the owner's global rank as source", SHARE, "group_src", "src", check="sharded_subgroup"
+    ),
+    changed("sharded_optimizer", "always from the first rank", SHARE, "self.owner[p]", "0", check="sharded_values"),
     changed(
         "sharded_optimizer",
         "never waits for the broadcasts",
         SHARE,
         "group=self.group)",
         "group=self.group, async_op=True)",
+        check="sharded_values",
     ),
     changed(
         "sharded_optimizer",
@@ -238,6 +305,7 @@ MUTANTS = [
         RANKS,
         "dist.get_rank(group)",
         "dist.get_rank()",
+        check="sharded_subgroup",
     ),
     changed(
         "sharded_optimizer",
@@ -245,6 +313,7 @@ MUTANTS = [
         RANKS,
         "dist.get_world_size(group)",
         "dist.get_world_size()",
+        check="sharded_subgroup",
     ),
     changed(
         "sharded_optimizer",
@@ -254,9 +323,24 @@ MUTANTS = [
         "",
         "        loss = None\n",
         "        used = self._average_gradients()\n        loss = None\n",
+        check="sharded_closure",
     ),
-    changed("sharded_optimizer", "the closure runs without gradients", STEP, "torch.enable_grad()", "torch.no_grad()"),
-    changed("sharded_optimizer", "the closure runs twice", STEP, "self.inner.step()", "self.inner.step(closure)"),
+    changed(
+        "sharded_optimizer",
+        "the closure runs without gradients",
+        STEP,
+        "torch.enable_grad()",
+        "torch.no_grad()",
+        check="sharded_closure",
+    ),
+    changed(
+        "sharded_optimizer",
+        "the closure runs twice",
+        STEP,
+        "self.inner.step()",
+        "self.inner.step(closure)",
+        check="sharded_closure",
+    ),
     changed(
         "sharded_optimizer",
         "a rank that owns nothing has nothing to do",
@@ -264,6 +348,7 @@ MUTANTS = [
         "        loss = None\n",
         "        loss = None\n        if not any(g['params'] for g in self.inner.param_groups):\n"
         "            return loss\n",
+        check="sharded_few",
     ),
     changed(
         "sharded_optimizer",
@@ -273,12 +358,14 @@ MUTANTS = [
         "",
         "self.inner.step()",
         "loss = self.inner.step(closure)",
+        check="sharded_closure",
     ),
     Mutant(
         "sharded_optimizer",
         "drops the closure's loss",
         "            p.copy_(message)\n        return loss\n",
         "            p.copy_(message)\n        return None\n",
+        check="sharded_closure",
     ),
     Mutant(
         "sharded_optimizer",
@@ -289,6 +376,7 @@ MUTANTS = [
         self.inner.zero_grad(set_to_none)
 
     def _average_gradients(self)""",
+        check="sharded_add_group",
     ),
     Mutant(
         "sharded_optimizer",
@@ -300,6 +388,7 @@ MUTANTS = [
         else:
             self.inner.add_param_group(mine | {"params": []})
 """,
+        check="sharded_add_group",
     ),
     Mutant(
         "sharded_optimizer",
@@ -310,6 +399,7 @@ MUTANTS = [
             raise ValueError("optimizer got an empty parameter list")
         self.inner.add_param_group(mine)
 """,
+        check="sharded_few",
     ),
     Mutant(
         "sharded_optimizer",
@@ -317,6 +407,7 @@ MUTANTS = [
         INNER,
         "        from torch.distributed.optim import ZeroRedundancyOptimizer\n\n"
         "        ZeroRedundancyOptimizer([torch.zeros(1)], optimizer_cls, **kwargs)\n" + INNER,
+        check="sharded_values",
     ),
     # schedules_and_groups
     changed(
@@ -325,6 +416,7 @@ MUTANTS = [
         STEP,
         "            copy_options(outer, inner)\n",
         "            pass\n",
+        check="groups_schedules",
     ),
     changed(
         "schedules_and_groups",
@@ -332,6 +424,7 @@ MUTANTS = [
         STEP,
         "copy_options(outer, inner)",
         "inner['lr'] = outer['lr']",
+        check="groups_schedules",
     ),
     changed(
         "schedules_and_groups",
@@ -339,6 +432,7 @@ MUTANTS = [
         STEP,
         "copy_options(outer, inner)",
         "copy_options(self.param_groups[0], inner)",
+        check="groups_options",
     ),
     changed(
         "schedules_and_groups",
@@ -346,6 +440,7 @@ MUTANTS = [
         STEP,
         "copy_options(outer, inner)",
         "copy_options(inner, outer)",
+        check="groups_schedules",
     ),
     changed(
         "schedules_and_groups",
@@ -353,6 +448,7 @@ MUTANTS = [
         STEP,
         "copy_options(outer, inner)\n",
         "copy_options(outer, inner)\n            inner['lr'] *= self.world_size\n",
+        check="groups_options",
     ),
     changed(
         "schedules_and_groups",
@@ -364,30 +460,35 @@ MUTANTS = [
         "        self.inner.step()\n"
         "        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):\n"
         "            copy_options(outer, inner)\n",
+        check="groups_schedules",
     ),
     Mutant(
         "schedules_and_groups",
         "knows only the options that were passed, not the inner defaults",
         "        super().__init__(params, self.inner.defaults)  # adds the groups, one by one\n",
         "        super().__init__(params, kwargs)\n",
+        check="groups_options",
     ),
     Mutant(
         "schedules_and_groups",
         "no defaults at all: a scheduler finds no lr",
         "        super().__init__(params, self.inner.defaults)  # adds the groups, one by one\n",
         "        super().__init__(params, {})\n",
+        check="groups_options",
     ),
     Mutant(
         "schedules_and_groups",
         "uses up a generator before the base class sees it",
         "        super().add_param_group(param_group)  # makes",
         "        list(param_group['params'])\n        super().add_param_group(param_group)  # makes",
+        check="groups_given",
     ),
     Mutant(
         "schedules_and_groups",
         "goes through params twice",
         INNER,
         "        params = (p for p in params)\n        assert len(list(params)) >= 0\n" + INNER,
+        check="groups_options",
     ),
     Mutant(
         "schedules_and_groups",
@@ -397,6 +498,7 @@ MUTANTS = [
         self.inner.add_param_group(mine)
         self.param_groups[-1]["params"] = mine["params"]
 """,
+        check="groups_options",
     ),
     Mutant(
         "schedules_and_groups",
@@ -404,6 +506,7 @@ MUTANTS = [
         INNER,
         INNER.replace("self.inner = optimizer_cls", "self.inner = globals().setdefault('INNER', None) or optimizer_cls")
         + "        globals()['INNER'] = self.inner\n",
+        check="groups_options",
     ),
     # state_dict
     Mutant(
@@ -411,30 +514,35 @@ MUTANTS = [
         "each rank saves its own part",
         '        return mine | {"state": dict(sorted(everything.items()))}\n',
         '        return mine | {"state": own}\n',
+        check="state_dict_format",
     ),
     Mutant(
         "state_dict",
         "the inner optimizer's own",
         '        return mine | {"state": dict(sorted(everything.items()))}\n',
         "        return self.inner.state_dict()\n",
+        check="state_dict_format",
     ),
     Mutant(
         "state_dict",
         "the full state on the first rank only",
         '        return mine | {"state": dict(sorted(everything.items()))}\n',
         '        return mine | {"state": dict(sorted(everything.items())) if self.rank == 0 else {}}\n',
+        check="state_dict_format",
     ),
     Mutant(
         "state_dict",
         "numbered in the order of the ranks",
         '        return mine | {"state": dict(sorted(everything.items()))}\n',
         '        return mine | {"state": dict(enumerate(everything.values()))}\n',
+        check="state_dict_format",
     ),
     Mutant(
         "state_dict",
         "numbers as text",
         '        return mine | {"state": dict(sorted(everything.items()))}\n',
         '        return mine | {"state": {str(number): each for number, each in everything.items()}}\n',
+        check="state_dict_format",
     ),
     Mutant(
         "state_dict",
@@ -445,22 +553,39 @@ MUTANTS = [
             saved["lr"] = self.defaults["lr"]
         return mine | {"state": dict(sorted(everything.items()))}
 """,
+        check="state_dict_format",
     ),
-    changed("state_dict", "without the step counters", OWN, "in state.items()}", "in state.items() if key != 'step'}"),
+    changed(
+        "state_dict",
+        "without the step counters",
+        OWN,
+        "in state.items()}",
+        "in state.items() if key != 'step'}",
+        check="state_dict_format",
+    ),
     changed(
         "state_dict",
         "two moments only: amsgrad's third is lost",
         OWN,
         "in state.items()}",
         "in state.items() if 'max' not in key}",
+        check="state_dict_format",
     ),
-    changed("state_dict", "a rank keeps the full state that it loads", LOAD, " if number in mine", ""),
+    changed(
+        "state_dict",
+        "a rank keeps the full state that it loads",
+        LOAD,
+        " if number in mine",
+        "",
+        check="state_dict_from_plain",
+    ),
     changed(
         "state_dict",
         "what is loaded does not reach the inner optimizer",
         LOAD,
         "        self.inner.state = self.state\n",
         "",
+        check="state_dict_other_world",
     ),
     changed(
         "state_dict",
@@ -468,6 +593,7 @@ MUTANTS = [
         LOAD,
         "if number in mine",
         "if number % self.world_size == self.rank",
+        check="state_dict_other_world",
     ),
     changed(
         "state_dict",
@@ -475,8 +601,11 @@ MUTANTS = [
         LOAD,
         '{"state": state}',
         '{"state": state, "param_groups": super().state_dict()["param_groups"]}',
+        check="state_dict_other_world",
     ),
-    changed("state_dict", "loads only options", LOAD, '{"state": state}', '{"state": {}}'),
+    changed(
+        "state_dict", "loads only options", LOAD, '{"state": state}', '{"state": {}}', check="state_dict_other_world"
+    ),
     # zero2
     changed(
         "zero2",
@@ -485,16 +614,25 @@ MUTANTS = [
         "            reduce_scatter_flat(shard, gradients, group=self.group)\n",
         "            dist.all_reduce(gradients, group=self.group)\n"
         "            shard = gradients[buffer.first : buffer.first + len(shard)].clone()\n",
+        check="zero2_traffic",
     ),
-    changed("zero2", "adds up", SCATTER, ".div_(self.world_size)", ""),
-    changed("zero2", "divides by the size of the default group", SCATTER, "self.world_size", "dist.get_world_size()"),
-    changed("zero2", "reduces over the default group", SCATTER, ", group=self.group", ""),
+    changed("zero2", "adds up", SCATTER, ".div_(self.world_size)", "", check="zero2_values"),
+    changed(
+        "zero2",
+        "divides by the size of the default group",
+        SCATTER,
+        "self.world_size",
+        "dist.get_world_size()",
+        check="zero2_closure",
+    ),
+    changed("zero2", "reduces over the default group", SCATTER, ", group=self.group", "", check="zero2_closure"),
     changed(
         "zero2",
         "keeps the flat gradients",
         SCATTER,
         "            buffer.set_gradient(shard)\n",
         "            buffer.set_gradient(shard)\n            buffer.gradients = gradients\n",
+        check="zero2_memory",
     ),
     changed(
         "zero2",
@@ -502,6 +640,7 @@ MUTANTS = [
         SCATTER,
         "            copy_options(outer, inner)\n",
         "            pass\n",
+        check="zero2_groups",
     ),
     changed(
         "zero2",
@@ -509,6 +648,7 @@ MUTANTS = [
         GATHER,
         "all_gather_flat(buffer.values, buffer.shard.clone(), group=self.group)",
         "pass",
+        check="zero2_values",
     ),
     changed(
         "zero2",
@@ -517,14 +657,16 @@ MUTANTS = [
         "all_gather_flat(buffer.values, buffer.shard.clone(), group=self.group)",
         "for r, part in enumerate(buffer.values.chunk(self.world_size)):\n"
         "                dist.broadcast(part, group_src=r, group=self.group)",
+        check="zero2_traffic",
     ),
-    changed("zero2", "drops the closure's loss", GATHER, "return loss", "return None"),
+    changed("zero2", "drops the closure's loss", GATHER, "return loss", "return None", check="zero2_closure"),
     changed(
         "zero2",
         "gathers twice",
         GATHER,
         "        for buffer in self.buffers:\n",
         "        for buffer in self.buffers * 2:\n",
+        check="zero2_traffic",
     ),
     changed(
         "zero2",
@@ -536,6 +678,7 @@ MUTANTS = [
         "for dtype in dict.fromkeys(p.dtype for p, _ in trainable)\n            "
         "for which in self.inner.param_groups\n            "
         "if any(p.dtype == dtype and inner is which for p, inner in trainable)",
+        check="zero2_traffic",
     ),
     changed(
         "zero2",
@@ -543,14 +686,18 @@ MUTANTS = [
         BUFFERS,
         "[(p, inner) for p, inner",
         "[(p, trainable[0][1]) for p, inner",
+        check="zero2_traffic",
     ),
-    changed("zero2", "keeps the parameters' gradients", TAKE, "                p.grad = None\n", ""),
+    changed(
+        "zero2", "keeps the parameters' gradients", TAKE, "                p.grad = None\n", "", check="zero2_memory"
+    ),
     changed(
         "zero2",
         "gradients in another order than parameters",
         TAKE,
         "in self.parameters",
         "in reversed(self.parameters)",
+        check="zero2_values",
     ),
     changed(
         "zero2",
@@ -561,36 +708,42 @@ MUTANTS = [
         "        flat, start = self.flat.clone(), 0\n",
         "        return flat\n",
         "        self.flat = flat.clone()\n        return flat\n",
+        check="zero2_memory",
     ),
     Mutant(
         "zero2",
         "no padding: what does not divide is left over",
         "        size = -(-total // world_size)\n",
         "        size = total // world_size\n",
+        check="zero2_values",
     ),
     Mutant(
         "zero2",
         "pads to 64 elements for each rank",
         "        size = -(-total // world_size)\n",
         "        size = -(-total // (64 * world_size)) * 64\n",
+        check="zero2_traffic",
     ),
     Mutant(
         "zero2",
         "frozen parameters decay",
         'trainable += [(p, inner) for p in outer["params"] if p.requires_grad]',
         'trainable += [(p, inner) for p in outer["params"]]',
+        check="zero2_missing",
     ),
     Mutant(
         "zero2",
         "loads moments, not options",
         "            copy_options(inner, outer)\n",
         "            pass\n",
+        check="zero2_state",
     ),
     Mutant(
         "zero2",
         "parts of two parameters, one gradient",
         "            part.grad = shard[place]\n",
         "            part.grad = shard[: part.numel()]\n",
+        check="zero2_values",
     ),
     Mutant(
         "zero2",
@@ -619,36 +772,53 @@ class ZeroOptimizer(ZeroOptimizer):
 
 # The ledger
 """,
+        check="zero2_traffic",
     ),
     # ledger
     Mutant(
-        "ledger", "one stage too far", "        if stage >= first_stage:\n", "        if stage + 1 >= first_stage:\n"
+        "ledger",
+        "one stage too far",
+        "        if stage >= first_stage:\n",
+        "        if stage + 1 >= first_stage:\n",
+        check="ledger_published",
     ),
-    Mutant("ledger", "one stage too few", "        if stage >= first_stage:\n", "        if stage > first_stage:\n"),
-    Mutant("ledger", "no master copy", "(1, master_bytes + moment_bytes)", "(1, moment_bytes)"),
+    Mutant(
+        "ledger",
+        "one stage too few",
+        "        if stage >= first_stage:\n",
+        "        if stage > first_stage:\n",
+        check="ledger_published",
+    ),
+    Mutant(
+        "ledger", "no master copy", "(1, master_bytes + moment_bytes)", "(1, moment_bytes)", check="ledger_published"
+    ),
     Mutant(
         "ledger",
         "stage 2 divides parameters, stage 3 gradients",
         "((3, param_bytes), (2, grad_bytes)",
         "((2, param_bytes), (3, grad_bytes)",
+        check="ledger_others",
     ),
     Mutant(
         "ledger",
         "master copy on every rank",
         "(1, master_bytes + moment_bytes)",
         "(1, moment_bytes), (9, master_bytes)",
+        check="ledger_published",
     ),
     Mutant(
         "ledger",
         "any stage will do",
         "    if stage not in (0, 1, 2, 3) or world_size < 1:\n",
         "    if world_size < 1:\n",
+        check="ledger_others",
     ),
     Mutant(
         "ledger",
         "mixed precision whatever is passed",
         "(3, param_bytes), (2, grad_bytes), (1, master_bytes + moment_bytes)",
         "(3, 2), (2, 2), (1, 12)",
+        check="ledger_others",
     ),
 ]
 
