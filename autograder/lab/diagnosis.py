@@ -78,6 +78,7 @@ def _crashed(run: Run) -> tuple[str, str, list]:
 
 
 def _deadlock(run: Run) -> tuple[str, str, list]:
+    groups = list(dict.fromkeys(e.group for e in run.events if e.op == "new_group"))
     run = _in_earliest_case(run)
     rows = []
     for r in range(run.world_size):
@@ -98,7 +99,7 @@ def _deadlock(run: Run) -> tuple[str, str, list]:
     difference = first_difference(run.events)
     if difference:
         facts.append(("they differ", difference))
-    return "deadlock", f"no rank could go on for {run.stall:.1f} s", facts + _perhaps(_why_blocked(run))
+    return "deadlock", f"no rank could go on for {run.stall:.1f} s", facts + _perhaps(_why_blocked(run, groups))
 
 
 def _in_earliest_case(run: Run) -> Run:
@@ -195,6 +196,18 @@ def _why_raised(run: Run, r: int, kind: str, message: str) -> str | None:
         return (
             "save tensors, numbers, text, tuples, lists and dicts only; a numpy array (in numpy's random state) is none"
         )
+    if "is not part of group" in message:
+        return (
+            "src and dst are global ranks; a rank's number in a subgroup goes into group_src, group_dst, or through "
+            "dist.get_global_rank"
+        )
+    if "attempting to assign a gradient with dtype" in message:
+        return "a gradient has the dtype of its parameter; one flat tensor has one dtype, so each dtype needs its own"
+    if "can't optimize a non-leaf Tensor" in message:
+        return (
+            "torch.optim takes parameters themselves, or detached tensors: not what an operator has made of them, and "
+            "not the rows of one (a group's params may be a single tensor)"
+        )
     if kind == "RecursionError":
         return "the function calls itself without an end"
     return mismatch(run.events)
@@ -211,7 +224,7 @@ def mismatch(events: list[Event]) -> str | None:
     return next((f"the calls differ {text}" for missing, text in _differences(events) if not missing), None)
 
 
-def _why_blocked(run: Run) -> str | None:
+def _why_blocked(run: Run, groups: list[tuple[int, ...]]) -> str | None:
     blocked = {r: e for r in range(run.world_size) if (e := _blocked_in(run, r))}
     returned = [r for r in range(run.world_size) if run.states[r] == recorder.DONE]
     messages = {r: e for r, e in blocked.items() if e.is_message}
@@ -220,13 +233,19 @@ def _why_blocked(run: Run) -> str | None:
     if blocked and len(messages) == len(blocked):
         return _why_messages_blocked(run, messages, returned)
     if returned and blocked:
-        return (
-            f"rank {returned[0]} returned without the call that rank {min(blocked)} waits in: every rank must make it"
-        )
+        r = min(blocked)
+        theirs = blocked[r].group
+        own = next((g for g in groups if r in g and set(g) < set(theirs) and not set(g) & set(returned)), None)
+        if own:
+            return f"rank {r} waits for all ranks of {list(theirs)}, its group is {list(own)}: is `group` passed on?"
+        return f"rank {returned[0]} returned without the call that rank {r} waits in: every rank must make it"
     if messages:
         return "some ranks are in a collective and others in a message: the ranks do not run the same sequence of calls"
     if blocked and len({e.op for e in blocked.values()}) > 1:
-        return "every rank of the group must make the same calls in the same order; is one inside an `if rank ...`?"
+        return (
+            "every rank of the group must make the same calls in the same order; is one inside an `if` that does not "
+            "hold on all of them?"
+        )
     return None
 
 

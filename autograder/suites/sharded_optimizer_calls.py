@@ -31,6 +31,7 @@ class Case:
         ("zero",)                        zero_grad()
         ("save",)                        hand state_dict() back
         ("load", state)                  load_state_dict
+        ("refused", state)               the same, and which error that is
         ("again",)                       make another optimizer, and have it load what the last "save" gave on this rank
         ("plain",)                       go on with the plain optimizer, loaded with what the last "save" gave
         ("look",)                        hand the parameters back
@@ -180,6 +181,12 @@ def play_case(context, wrapper: str | None, group: object, case: dict) -> list:
             found.append({"saved": packed(saved)})
         elif kind == "load":
             optimizer.load_state_dict(rest[0])
+        elif kind == "refused":
+            try:
+                optimizer.load_state_dict(rest[0])
+                found.append({"refused": "no error"})
+            except ValueError:
+                found.append({"refused": "ValueError"})
         elif kind in ("again", "plain"):
             optimizer = make(wrapper if kind == "again" else None)
             optimizer.load_state_dict(saved)
@@ -287,13 +294,13 @@ def play_two(context, wrapper: str | None, first: dict, second: dict) -> list:
 
 
 def owners(context, calls: list[tuple]) -> list:
-    """On a rank: each partition twice, from a list and from a tuple, and whether the list is as it was."""
+    """On a rank: each partition twice, and whether the list is as it was."""
     seen = []
     for numels, world_size in calls:
-        context.case(f"{numels} on {world_size} ranks")
+        context.case(f"partition_parameters({numels}, {world_size})")
         mine = list(numels)
         first = context.student.partition_parameters(mine, world_size)
-        second = context.student.partition_parameters(tuple(numels), world_size)
+        second = context.student.partition_parameters(list(numels), world_size)
         seen.append([list(first), list(second), mine == numels])
     return seen
 

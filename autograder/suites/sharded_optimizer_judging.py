@@ -114,6 +114,13 @@ class Verdict:
                 self.compare_parameters(k, wanted, got, first[k])
             elif kind == "closure":
                 self.compare_closure(got["closure"])
+            elif kind == "refused" and got["refused"] != wanted["refused"]:
+                self.fail(
+                    expected="load_state_dict raises a ValueError: the state's groups have other numbers of parameters",
+                    found=got["refused"],
+                    perhaps="loaded all the same, entries land at the wrong parameters, without a word",
+                    line=self.line,
+                )
             elif kind == "left" and any(got["left"]):
                 self.fail(
                     expected=f"zero_grad clears the gradients of all parameters (rank {self.rank})",
@@ -155,10 +162,21 @@ class Verdict:
                 if have != (tuple(value) if isinstance(value, list) else value):
                     self.fail(
                         expected=f"param_groups[{group}][{key!r}] is {value}, as in the plain optimizer",
-                        found=f"{have}",
-                        perhaps="param_groups has all options, those that the inner optimizer fills in too: pass its "
-                        "`defaults` to Optimizer.__init__",
+                        found="it is not there" if key not in mine else f"{have}",
+                        perhaps=self.why_option(key in mine),
+                        line=self.line,
                     )
+
+    def why_option(self, there: bool) -> str:
+        """The likely reason why an option in the wrapper's param_groups is missing, or is not what it should be."""
+        if not there:
+            return (
+                "param_groups has all options, those that the inner optimizer fills in too: pass its `defaults` to "
+                "Optimizer.__init__"
+            )
+        if {step[0] for step in self.case.program} & {"load", "again"}:
+            return "the options in a state belong to the wrapper's param_groups, too: load_state_dict sets them there"
+        return "is it copied from the inner optimizer's group? the wrapper's is the one that counts"
 
     def compare_closure(self, got: list) -> None:
         calls, returned = got
@@ -229,10 +247,23 @@ class Verdict:
                 "optimizer, which does the work: they have different dicts",
                 replace(right, program=[s for s in right.program if s[0] not in ("set", "advance")]),
             )
+            yield (
+                "what is set takes effect one step late: copy the options before the inner step, not after it",
+                replace(right, program=late(right.program)),
+            )
+            yield (
+                "only lr reaches the inner optimizer; schedulers set betas and momentum as well: copy all options",
+                replace(right, program=only_lr(right)),
+            )
         if case.groups and any(options for _, options in case.groups):
             yield (
                 "the groups' own options are lost on the way to the inner optimizer",
                 replace(right, groups=[(positions, {}) for positions, _ in case.groups]),
+            )
+        if zeros and case.frozen:
+            yield (
+                "a frozen parameter is in the buffer with a gradient of zeros, and weight decay or momentum moves it",
+                replace(case, frozen=frozenset()).averaged(zeros=True),
             )
         if not zeros:
             yield (
@@ -244,6 +275,27 @@ class Verdict:
         events = [e for e in self.run.in_case(self.number) if e.rank == self.rank]
         line = line or (events[-1] if events else self.line)
         fail(case=self.case.name, expected=expected, found=found, line=line, perhaps=perhaps)
+
+
+def late(program: list[tuple]) -> list[tuple]:
+    """The program with everything that sets options moved behind the next step."""
+    moved, waiting = [], []
+    for step in program:
+        if step[0] in ("set", "advance"):
+            waiting.append(step)
+            continue
+        moved.append(step)
+        if step[0] in ("step", "closure"):
+            moved, waiting = moved + waiting, []
+    return moved + waiting
+
+
+def only_lr(case: Case) -> list[tuple]:
+    """The program of a case with all options but lr put back to what they were, before each step."""
+    first = reference([replace(case, program=[("look",)])])[0][0]["options"]
+    kept = [{key: value for key, value in options.items() if key in ("betas", "momentum")} for options in first]
+    back = [("set", i, options) for i, options in enumerate(kept) if options]
+    return [each for step in case.program for each in ((*back, step) if step[0] == "step" else (step,))]
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -391,7 +443,14 @@ def expect_state(found: object, wanted: dict, case: str, line: str) -> None:
     for options, mine in zip(wanted["param_groups"], found["param_groups"], strict=True):
         for key, value in options.items():
             if mine.get(key) != value:
-                fail(case=case, expected=f"option {key!r} of a group: {value}", found=f"{mine.get(key)}", line=line)
+                fail(
+                    case=case,
+                    expected=f"option {key!r} of the group with the parameters {options['params']}: {value}",
+                    found=f"{mine[key]}" if key in mine else "it is not there",
+                    line=line,
+                    perhaps="options come from the wrapper's param_groups as they are now: the inner optimizer's are "
+                    "those of the last step",
+                )
     for number, state in wanted["state"].items():
         mine = found["state"][number]
         if sorted(mine) != sorted(state):
@@ -424,7 +483,7 @@ def expect_owners(ranks: Callable, calls: list[tuple[list[int], int]]) -> list[l
     line = ranks.definition("partition_parameters")
     for number, (numels, p) in enumerate(calls):
         first, second, kept = run.values[0][number]
-        case = f"numels of {numels} on {p} ranks"
+        case = f"partition_parameters({numels}, {p})"
         if len(first) != len(numels) or not all(type(r) is int and 0 <= r < p for r in first):
             fail(case=case, expected=f"{len(numels)} ranks from 0 to {p - 1}", found=f"{first}", line=line)
         if not kept:

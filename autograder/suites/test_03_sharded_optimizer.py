@@ -63,7 +63,8 @@ def tensors(rng: torch.Generator, shapes: list[tuple[int, ...]] = SHAPES, dtype:
 
 @check("partition", "every parameter has one owner, the same on every rank", weight=4)
 def test_partition_owners(ranks, rng):
-    calls = [([8, 3, 3, 2], 2), ([4, 4, 4], 5), ([], 3), ([0, 0, 7], 2), ([5], 1), ([1] * 20, 4)]
+    calls = [([8, 3, 3, 2], 2), ([4, 4, 4], 5), ([], 3), ([0, 0, 7], 2), ([7, 0], 2), ([0, 0, 0], 2), ([5], 1)]
+    calls.append(([1] * 20, 4))
     calls += [(torch.randint(0, 1000, (n,), generator=rng).tolist(), p) for n, p in ((30, 3), (2, 7), (17, 4))]
     expect_owners(ranks, calls)
 
@@ -86,15 +87,26 @@ def test_partition_balance(ranks, rng):
         shares = [sum(n for n, r in zip(numels, found, strict=True) if r == rank) for rank in range(p)]
         if 3 * max(shares) > 4 * most:
             perhaps = "go from the longest to the shortest, and give each to the rank that has the least so far"
-            if found == [i % p for i in range(len(numels))]:
+            if found == one_by_one(numels, p):
+                perhaps = "in the order given, a long one may come last, when all shares are full: " + perhaps
+            elif found == [i % p for i in range(len(numels))]:
                 perhaps = "in turn, the ranks get as many tensors, not as many elements: " + perhaps
             fail(
-                case=f"numels of {numels} on {p} ranks",
+                case=f"partition_parameters({numels}, {p})",
                 expected=f"a largest share of at most {math.floor(4 * most / 3)} elements; the best possible is {most}",
                 found=f"shares of {shares}",
                 line=ranks.definition("partition_parameters"),
                 perhaps=perhaps,
             )
+
+
+def one_by_one(numels: list[int], p: int) -> list[int]:
+    """The owners if each parameter, in the order given, goes to the rank that has the least so far."""
+    owners, shares = [], [0] * p
+    for n in numels:
+        owners.append(shares.index(min(shares)))
+        shares[owners[-1]] += n
+    return owners
 
 
 # ------------------------------------------------------------------------------------------------- what both are asked
@@ -222,7 +234,10 @@ def test_sharded_memory(ranks, rng):
     expect_state_memory(ranks, rng, "ShardedOptimizer", 3)
 
 
-@check("sharded_optimizer", "gradients that are missing, frozen parameters", weight=4)
+FAULTS = "The schedule that never arrives"
+
+
+@check("sharded_optimizer", "gradients that are missing, frozen parameters", weight=4, section=FAULTS)
 def test_sharded_missing(ranks, rng):
     make(ranks, missing_cases(rng), 3)
 
@@ -232,7 +247,7 @@ def test_sharded_few(ranks, rng):
     make(ranks, few_cases(rng), 3)
 
 
-@check("sharded_optimizer", "a closure is called once, and step returns its loss", weight=3)
+@check("sharded_optimizer", "a closure is called once, and step returns its loss", weight=3, section=FAULTS)
 def test_sharded_closure(ranks, rng):
     make(ranks, closure_cases(rng), 3)
 
@@ -378,11 +393,15 @@ def test_state_dict_format(ranks, rng):
     for p in (3, 2, 1):
         rest = [("set", 0, {"lr": 0.07}), ("save",), ("look",)]
         batches.append(Batch([state_case(rng, p, kind, rest) for kind in OPTIMIZER_KINDS], p))
+    start = tensors(rng, [(4,), (5,)])
+    program = [("step", gradients(rng, start, 1, {0: [1]})), ("save",), ("look",)]
+    batches[-1].cases.append(Case("parameter 1 has had no gradient", start, program, **ADAMW))
+    batches.append(Batch([state_case(rng, 2, SGD, rest)], 4, [1, 3]))
     line = ranks.definition("ShardedOptimizer")
     for batch, (run, singles) in zip(batches, make_all(ranks, batches), strict=True):
         for number, (case, single) in enumerate(zip(batch.cases, singles, strict=True)):
-            for rank in range(batch.p):
-                name = f"{case.name}, state_dict() on rank {rank} of {batch.p}"
+            for rank in batch.members or range(batch.p):
+                name = f"{case.name}, state_dict() on rank {rank} of {batch.members or batch.p}"
                 expect_state(item(run.values[rank][number], "saved"), item(single, "saved"), name, line)
 
 
@@ -426,10 +445,26 @@ def test_state_dict_other_world(ranks, rng):
                 fail(expected="a state dict", found=item(looks, "saved"), line=ranks.definition("ShardedOptimizer"))
             name = f"saved on 3 ranks, loaded on {p}"
             later, wanted = resumed(case, name, looks, steps(rng, case.tensors, p, 2))
-            later.perhaps = "on another number of ranks a rank owns other parameters: choose them from the full state"
+            later.perhaps = "on another number of ranks a rank owns other parameters: choose them from the full state; "
+            later.perhaps += "learning rates come with it"
             batches[-1].cases.append(later)
             batches[-1].wanted.append(wanted)
     make_all(ranks, batches)
+
+
+@check("state_dict", "a state of other groups is a ValueError; a fresh one clears what was there", weight=1)
+def test_state_dict_refused(ranks, rng):
+    cases = []
+    for kind in (SGD, ADAMW):
+        case = state_case(rng, 2, kind, [])
+        fresh = unpacked(item(reference([replace(case.averaged(False), program=[("save",)])])[0], "saved"))
+        groups = fresh["param_groups"]
+        longer = [groups[0], groups[1] | {"params": [3, 4, 5, 6]}]
+        refused = [("refused", fresh | {"param_groups": other}) for other in (groups[:1], [], longer)]
+        program = [*case.program, *refused, ("load", fresh), *steps(rng, case.tensors, 2, 2)]
+        cases.append(replace(case, name=f"{case.name}: a state without entries is loaded", program=program))
+        cases[-1].perhaps = "after load_state_dict the state is what was loaded, and nothing of what was there before"
+    make(ranks, cases, 2)
 
 
 @check("state_dict", "a plain optimizer's state loads, and a rank keeps its own part of it", weight=4)
