@@ -28,11 +28,13 @@ class Case:
         ("schedule", name, options)      make a scheduler of torch.optim.lr_scheduler
         ("advance",)                     its step()
         ("add", positions, options)      add_param_group
+        ("unfreeze", positions)          have parameters require a gradient from now on
         ("zero",)                        zero_grad()
         ("save",)                        hand state_dict() back
         ("load", state)                  load_state_dict
         ("refused", state)               the same, and which error that is
         ("again",)                       make another optimizer, and have it load what the last "save" gave on this rank
+        ("back",)                        have the same optimizer load it
         ("plain",)                       go on with the plain optimizer, loaded with what the last "save" gave
         ("look",)                        hand the parameters back
 
@@ -173,14 +175,17 @@ def play_case(context, wrapper: str | None, group: object, case: dict) -> list:
             scheduler.step()
         elif kind == "add":
             optimizer.add_param_group({"params": [parameters[i] for i in rest[0]], **rest[1]})
+        elif kind == "unfreeze":
+            for i in rest[0]:
+                parameters[i].requires_grad_()
         elif kind == "zero":
             optimizer.zero_grad()
             found.append({"left": [None if p.grad is None else float(p.grad.abs().sum()) for p in parameters]})
         elif kind == "save":
             saved = optimizer.state_dict()
             found.append({"saved": packed(saved)})
-        elif kind == "load":
-            optimizer.load_state_dict(rest[0])
+        elif kind in ("load", "back"):
+            optimizer.load_state_dict(rest[0] if kind == "load" else saved)
         elif kind == "refused":
             try:
                 optimizer.load_state_dict(rest[0])

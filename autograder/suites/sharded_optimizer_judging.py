@@ -174,7 +174,7 @@ class Verdict:
                 "param_groups has all options, those that the inner optimizer fills in too: pass its `defaults` to "
                 "Optimizer.__init__"
             )
-        if {step[0] for step in self.case.program} & {"load", "again"}:
+        if {step[0] for step in self.case.program} & {"load", "back", "again"}:
             return "the options in a state belong to the wrapper's param_groups, too: load_state_dict sets them there"
         return "is it copied from the inner optimizer's group? the wrapper's is the one that counts"
 
@@ -220,7 +220,7 @@ class Verdict:
         case, zeros = self.case, self.wrapper == "ZeroOptimizer"
         right = case.averaged(zeros)
         kinds = {step[0] for step in case.program}
-        if kinds & {"save", "load", "again", "plain"}:
+        if kinds & {"save", "load", "back", "again", "plain", "unfreeze"}:
             return
 
         def scaled(case: Case, factor: float) -> Case:

@@ -133,6 +133,7 @@ def missing_cases(rng: torch.Generator) -> list[Case]:
         ("each rank has none for another parameter", {0: [0], 1: [1], 2: [2]}),
         ("rank 1 has none at all", {1: [0, 1, 2, 3]}),
         ("parameter 2 has none on any rank", {r: [2] for r in range(3)}),
+        ("there is none at all, on any rank", {r: [0, 1, 2, 3] for r in range(3)}),
     ):
         start = tensors(rng, [(7,), (2, 4), (7,), (7,)])
         program = [
@@ -141,6 +142,12 @@ def missing_cases(rng: torch.Generator) -> list[Case]:
             *steps(rng, start, 3, 2, absent=absent),
         ]
         cases.append(Case(name, start, program, **(ADAMW if len(cases) % 2 else SGD)))
+    start = tensors(rng, [(7,), (2, 4), (7,), (7,)])
+    program = steps(rng, start, 3)
+    for mine in program[1][1]:
+        mine[2] = torch.zeros_like(mine[2])
+    cases.append(Case("parameter 2 has a gradient of zeros", start, program, **SGD))
+    cases[-1].perhaps = "a gradient of zeros is one: momentum and weight decay move the parameter"
     start = tensors(rng, [(7,), (5,), (3,), (4,)])
     frozen = {r: [1, 3] for r in range(3)}
     program = steps(rng, start, 3, absent=frozen)
@@ -239,7 +246,12 @@ FAULTS = "The schedule that never arrives"
 
 @check("sharded_optimizer", "gradients that are missing, frozen parameters", weight=4, section=FAULTS)
 def test_sharded_missing(ranks, rng):
-    make(ranks, missing_cases(rng), 3)
+    start = tensors(rng, [(7,), (5,), (3,), (4,)])
+    program = steps(rng, start, 3, 2, absent={r: [1, 3] for r in range(3)})
+    program += [("unfreeze", [1]), *steps(rng, start, 3, 2, absent={r: [3] for r in range(3)})]
+    thawed = Case("parameter 1 is frozen for two steps", start, program, frozen=frozenset([1, 3]), **ADAMW)
+    thawed.perhaps = "which parameters have a gradient is asked in every step"
+    make(ranks, [*missing_cases(rng), thawed], 3)
 
 
 @check("sharded_optimizer", "fewer parameters than ranks, empty ones", weight=3)
@@ -258,7 +270,7 @@ def test_sharded_add_group(ranks, rng):
     absent = {r: [1, 3, 5] for r in range(3)}
     program = [
         ("step", gradients(rng, start, 3, absent)), ("zero",),
-        ("add", [3, 1, 5], {"lr": 0.02}), ("step", gradients(rng, start, 3)), ("zero",), ("look",),
+        ("add", [3, 1], {"lr": 0.02}), ("add", [5], {}), ("step", gradients(rng, start, 3)), ("zero",), ("look",),
         *steps(rng, start, 3, 2), ("zero",),
     ]  # fmt: skip
     case = Case("a group that is added after a step", start, program, groups=[([0, 2, 4], {})], **ADAMW)
@@ -326,7 +338,7 @@ def test_groups_options(ranks, rng):
 
 @check("schedules_and_groups", "what a scheduler sets in the wrapper takes effect", weight=7)
 def test_groups_schedules(ranks, rng):
-    make(ranks, schedule_cases(rng, 2), 2)
+    make_all(ranks, [Batch(schedule_cases(rng, p), p) for p in (2, 1)])
 
 
 @check("schedules_and_groups", "parameters given as a list, a generator, dicts, dicts with generators", weight=4)
@@ -396,6 +408,11 @@ def test_state_dict_format(ranks, rng):
     start = tensors(rng, [(4,), (5,)])
     program = [("step", gradients(rng, start, 1, {0: [1]})), ("save",), ("look",)]
     batches[-1].cases.append(Case("parameter 1 has had no gradient", start, program, **ADAMW))
+    start = tensors(rng, [(4,), (5,), (3,), (6,)])
+    program = [("step", gradients(rng, start, 1)), ("add", [3], {"lr": 0.02}), ("add", [0], {})]
+    program += [("step", gradients(rng, start, 1)), *rest]
+    later = Case("two groups are added after a step", start, program, groups=[([1, 2], {})], **ADAMW)
+    batches[-1].cases.append(later)
     batches.append(Batch([state_case(rng, 2, SGD, rest)], 4, [1, 3]))
     line = ranks.definition("ShardedOptimizer")
     for batch, (run, singles) in zip(batches, make_all(ranks, batches), strict=True):
@@ -457,14 +474,43 @@ def test_state_dict_refused(ranks, rng):
     cases = []
     for kind in (SGD, ADAMW):
         case = state_case(rng, 2, kind, [])
-        fresh = unpacked(item(reference([replace(case.averaged(False), program=[("save",)])])[0], "saved"))
-        groups = fresh["param_groups"]
-        longer = [groups[0], groups[1] | {"params": [3, 4, 5, 6]}]
-        refused = [("refused", fresh | {"param_groups": other}) for other in (groups[:1], [], longer)]
-        program = [*case.program, *refused, ("load", fresh), *steps(rng, case.tensors, 2, 2)]
-        cases.append(replace(case, name=f"{case.name}: a state without entries is loaded", program=program))
-        cases[-1].perhaps = "after load_state_dict the state is what was loaded, and nothing of what was there before"
+        old = case.averaged(False)
+        full, fresh = (
+            unpacked(item(looks, "saved"))
+            for looks in reference([replace(old, program=[*before, ("save",)]) for before in (old.program, [])])
+        )
+        one, two = fresh["param_groups"]
+        longer = [one, two | {"params": [3, 4, 5, 6]}]
+        shifted = [one | {"params": [0, 1]}, two | {"params": [2, 3, 4, 5]}]
+        refused = [("refused", fresh | {"param_groups": other}) for other in ([one], [], longer, shifted)]
+        again = [("load", full), ("set", 1, {"lr": 0.01}), *steps(rng, case.tensors, 2, 2)]
+        program = [*case.program, *refused, ("load", fresh), *steps(rng, case.tensors, 2, 2), *again]
+        name = f"{case.name}: a state without entries is loaded, then a full one"
+        cases.append(replace(case, name=name, program=program))
+        cases[-1].perhaps = (
+            "after load_state_dict the state is what was loaded, nothing of what was there before, and what is set in "
+            "the wrapper's groups afterwards still reaches the inner optimizer"
+        )
     make(ranks, cases, 2)
+    start = [values(rng, (n,), torch.bfloat16) for n in (6, 3)]
+    program = [("step", gradients(rng, start, 1)), ("save",)]
+    state = unpacked(item(reference([Case("", start, program, **ADAMW).averaged(False)])[0], "saved"))
+    for entry in state["state"].values():
+        entry["step"] += 1000.0  # a bfloat16 number has no room for 1001
+    name = "a state of bfloat16 parameters, loaded and saved"
+    case = Case(name, start, [("load", state), ("save",), ("look",)], **ADAMW)
+    run = make(ranks, [case], 2)
+    for rank in (0, 1):
+        saved = item(run.values[rank][0], "saved")
+        steps_taken = [float(entry["step"]) for _, entry in saved["state"]]
+        if steps_taken != [1001.0, 1001.0]:
+            fail(
+                case=case.name,
+                expected=f"the number of steps, 1001, in state_dict() on rank {rank}",
+                found=f"{steps_taken}",
+                line=ranks.definition("ShardedOptimizer"),
+                perhaps="moments may take the parameter's dtype; `step` counts, and stays float32",
+            )
 
 
 @check("state_dict", "a plain optimizer's state loads, and a rank keeps its own part of it", weight=4)
@@ -494,15 +540,17 @@ def test_zero2_values(ranks, rng):
 
 @check("zero2", "a reduce-scatter and an all-gather for each dtype, and no byte more", weight=4)
 def test_zero2_traffic(ranks, rng):
-    dtypes = [torch.float32, torch.float64, torch.float32, torch.float64, torch.float32]
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float64, torch.float32, torch.float16]
     for p in (4, 3):
-        start = [values(rng, (n,), dtype) for n, dtype in zip((50, 31, 7, 12, 90), dtypes, strict=True)]
-        groups = [([0, 3, 4], {"lr": 0.01}), ([2, 1], {})]
-        case = Case("two dtypes in two groups, one step", start, steps(rng, start, p, 1), groups=groups, **ADAMW)
+        start = [values(rng, (n,), dtype) for n, dtype in zip((50, 31, 7, 12, 90, 8), dtypes, strict=True)]
+        groups = [([0, 3, 4, 5], {"lr": 0.01}), ([2, 1], {})]
+        name, absent = "three dtypes in two groups, and a frozen one; one step", {r: [5] for r in range(p)}
+        program = steps(rng, start, p, 1, absent=absent)
+        case = Case(name, start, program, "SGD", {"lr": 0.1}, groups, frozen=frozenset([5]))
         run = make(ranks, [case], p, "ZeroOptimizer")
         for rank in range(p):
             calls = [e for e in run.in_case(0) if e.rank == rank and e.op != "barrier" and e.numel > 0]
-            expect_two_collectives(calls, start, p, rank, case.name, ranks.definition("ZeroOptimizer"))
+            expect_two_collectives(calls, start[:5], p, rank, case.name, ranks.definition("ZeroOptimizer"))
 
 
 @check("zero2", "a rank holds 1/N of the state, and no full gradients after a step", weight=4)
@@ -541,11 +589,13 @@ def test_zero2_state(ranks, rng):
     for kind in OPTIMIZER_KINDS:
         start = tensors(rng)
         program = [("step", gradients(rng, start, 3)), ("set", 0, {"lr": 0.04}), ("save",), ("again",), ("look",)]
-        case = Case(
-            f"{kind['optimizer']}, saved, made anew and loaded", start, [*program, *steps(rng, start, 3, 2)], **kind
-        )
+        program += [*steps(rng, start, 3, 2), ("set", 0, {"lr": 0.02}), *steps(rng, start, 3, 1)]
+        case = Case(f"{kind['optimizer']}, saved, made anew and loaded", start, program, **kind)
         case.perhaps = "after load_state_dict moments and options, the learning rate too, are those that were saved"
-        cases.append(case)
+        program = [("save",), *steps(rng, start, 3, 2), ("back",), *steps(rng, start, 3, 2)]
+        fresh = Case(f"{kind['optimizer']}, a state from before the first step is loaded", start, program, **kind)
+        fresh.perhaps = "after load_state_dict the state is what was loaded, and nothing of what was there before"
+        cases += [case, fresh]
     make(ranks, cases, 3, "ZeroOptimizer")
 
 
