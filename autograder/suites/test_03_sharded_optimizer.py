@@ -144,7 +144,7 @@ def missing_cases(rng: torch.Generator) -> list[Case]:
         cases.append(Case(name, start, program, **(ADAMW if len(cases) % 2 else SGD)))
     start = tensors(rng, [(7,), (2, 4), (7,), (7,)])
     program = steps(rng, start, 3)
-    for mine in program[1][1]:
+    for mine in program[2][1]:  # the last step: nothing later puts it right
         mine[2] = torch.zeros_like(mine[2])
     cases.append(Case("parameter 2 has a gradient of zeros", start, program, **SGD))
     cases[-1].perhaps = "a gradient of zeros is one: momentum and weight decay move the parameter"

@@ -820,6 +820,155 @@ class ZeroOptimizer(ZeroOptimizer):
         "(3, 2), (2, 2), (1, 12)",
         check="ledger_others",
     ),
+    # parts of a rule that are easily left out
+    Mutant(
+        "sharded_optimizer",
+        "a gradient of zeros is no gradient",
+        "has = torch.tensor([p.grad is not None for p in parameters]",
+        "has = torch.tensor([p.grad is not None and bool(p.grad.any()) for p in parameters]",
+        check="sharded_missing",
+    ),
+    Mutant(
+        "sharded_optimizer",
+        "a step without any gradient fails",
+        """\
+        for p in used:
+            message = p.detach""",
+        """\
+        torch.stack([p.detach().sum() for p in used])
+        for p in used:
+            message = p.detach""",
+        check="sharded_missing",
+    ),
+    Mutant(
+        "sharded_optimizer",
+        "what is frozen at construction stays so",
+        "if self.owner[p] == self.rank]}",
+        "if self.owner[p] == self.rank and p.requires_grad]}",
+        check="sharded_missing",
+    ),
+    Mutant(
+        "schedules_and_groups",
+        "on one rank, the inner optimizer without its options",
+        """\
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        used = self._average""",
+        """\
+        if self.world_size == 1:
+            return self.inner.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        used = self._average""",
+        check="groups_schedules",
+    ),
+    Mutant(
+        "state_dict",
+        "the state of all ranks, in a group too",
+        """\
+        parts: list[dict] = [{} for _ in range(self.world_size)]
+        dist.all_gather_object(parts, own, group=self.group)
+""",
+        """\
+        parts: list[dict] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, own)
+""",
+        check="state_dict_format",
+    ),
+    Mutant(
+        "state_dict",
+        "what was there before the load stays",
+        """\
+        self.inner.state = self.state
+        ### END SOLUTION
+
+
+# ZeRO-2""",
+        """\
+        self.inner.state.update(self.state)
+        ### END SOLUTION
+
+
+# ZeRO-2""",
+        check="state_dict_refused",
+    ),
+    Mutant(
+        "state_dict",
+        "a state of other groups is taken",
+        'super().load_state_dict(state_dict | {"state": state})',
+        'super().load_state_dict(super().state_dict() | {"state": state})',
+        check="state_dict_refused",
+    ),
+    Mutant(
+        "state_dict",
+        "the number of steps in the parameter's dtype",
+        """\
+        self.inner.state = self.state
+        ### END SOLUTION
+
+
+# ZeRO-2""",
+        """\
+        self.inner.state = self.state
+        for p, each in self.state.items():
+            each["step"] = each["step"].to(p.dtype) if "step" in each else None
+        ### END SOLUTION
+
+
+# ZeRO-2""",
+        check="state_dict_refused",
+    ),
+    Mutant(
+        "zero2",
+        "a frozen parameter's dtype travels, too",
+        'trainable += [(p, inner) for p in outer["params"] if p.requires_grad]',
+        'trainable += [(p, inner) for p in outer["params"]]',
+        check="zero2_traffic",
+    ),
+    Mutant(
+        "zero2",
+        "bf16 gradients are sent in float32",
+        """\
+            shard = torch.empty_like(buffer.shard)
+            reduce_scatter_flat(shard, gradients, group=self.group)
+""",
+        """\
+            gradients = gradients.float() if gradients.dtype == torch.bfloat16 else gradients
+            shard = torch.empty_like(buffer.shard, dtype=gradients.dtype)
+            reduce_scatter_flat(shard, gradients, group=self.group)
+            shard = shard.to(buffer.shard.dtype)
+""",
+        check="zero2_traffic",
+    ),
+    Mutant(
+        "zero2",
+        "what was there before the load stays",
+        """\
+        self.inner.load_state_dict(state_dict)
+        for""",
+        """\
+        before = dict(self.inner.state)
+        self.inner.load_state_dict(state_dict)
+        for p in before.keys() - self.inner.state.keys():
+            self.inner.state[p] = before[p]
+        for""",
+        check="zero2_state",
+    ),
+    Mutant(
+        "partition",
+        "an empty parameter goes to a rank that is not there",
+        """\
+        owners[i] = shares.index(min(shares))
+""",
+        """\
+        owners[i] = shares.index(min(shares)) if numels[i] or not any(numels) else world_size
+""",
+        check="partition_owners",
+    ),
 ]
 
 LENT = '''\
