@@ -50,7 +50,8 @@ class FlatShard:
     Args:
         params: of one dtype, at least one; one that is given twice counts once.
         group: the ranks that share them.
-        param_dtype: what they are gathered in; None is their own dtype. `shard` keeps its dtype whatever this is.
+        param_dtype: what they are gathered in; None is their own dtype. `shard` keeps its dtype whatever this is. (A
+            parameter takes on the dtype of what is put into its `.data`.)
 
     Raises:
         ValueError: the parameters are of several dtypes.
@@ -119,7 +120,7 @@ class FSDP(nn.Module):
 
     * Construction takes the weights and buffers of the group's first rank, wherever the others start, and shards the
       parameters of each unit, dtype by dtype. Parameters in no unit form one more, the root's; so may those that
-      several units share. Frozen parameters may have a shard of their own.
+      several units share, or a unit and the rest of the module. Frozen parameters may have a shard of their own.
     * `parameters()` are the shards, 1-D and each once: an optimizer is made from them. After backward, `.grad` of a
       shard is its part of the gradients' average over the ranks, in the shard's dtype, and no rank keeps a full
       gradient. Each backward adds to it, until it is cleared: so micro-batches are accumulated. A parameter that is not
@@ -130,8 +131,8 @@ class FSDP(nn.Module):
       or 2(N-1)/N·S. The root's unit may stay gathered from forward to backward in any case. A unit that is used twice
       in a forward may be gathered twice.
     * Besides the root's, when the computation of a unit starts, in forward or in backward, at most one unit is
-      gathered, and full gradients are held of at most one unit; two with prefetch. It is measured in live bytes,
-      whatever way the others were freed.
+      gathered, and full gradients are held of at most one unit; with prefetch of two each. It is measured in live
+      bytes, whatever way the others were freed.
     * With `prefetch`, the all-gather of the next unit is issued before the computation of this one starts, and not
       waited for before: in forward of the next in `units`, in backward of the previous one.
     * With `param_dtype`, parameters are gathered and computed with in this dtype; floating-point inputs of the module
@@ -202,7 +203,10 @@ class FSDP(nn.Module):
         raise NotImplementedError("not implemented yet")
 
     def end_of_backward(self) -> None:
-        """What `after_backward` has not done, since the inputs of a unit need no gradient: the first one's, usually."""
+        """What `after_backward` has not done, since the inputs of a unit need no gradient: the first one's, usually.
+
+        `torch.autograd.Variable._execution_engine.queue_callback(f)`, called during backward, has f called at its end.
+        """
         raise NotImplementedError("not implemented yet")
 
     # The whole model

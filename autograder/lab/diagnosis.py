@@ -47,7 +47,7 @@ def _failed(run: Run) -> tuple[str, str, list]:
     facts = [("your line", frames[-1])] if frames else []
     if error["forbidden"]:
         return "forbidden", error["message"], facts
-    kind, message = error["type"], _without_library_paths(error["message"])
+    kind, message = error["type"], _shorter(error["message"])
     title = f"{where} raised {kind}: {message.splitlines()[0][:200] if message else ''}".rstrip(": ")
     if _lost_connection(message):
         title = f"{where} lost its connection to another rank"
@@ -328,8 +328,9 @@ def _lost_connection(message: str) -> bool:
     return "Connection closed by peer" in message or "Connection reset" in message
 
 
-def _without_library_paths(message: str) -> str:
-    """A message without the `[/path/to/pair.cc:553]` that PyTorch and gloo put before it."""
+def _shorter(message: str) -> str:
+    """A message without the `[/path/to/pair.cc:553]` of PyTorch and gloo; of tensors' options the dtype."""
+    message = re.sub(r"TensorOptions\(dtype=([^,]*),.*?memory_format=\(nullopt\)\)", r"\1", message)
     return re.sub(r"^(\[[^\]]*\.(cc|cpp|h):\d+\] ?)+(err == 0\. )?", "", message)
 
 

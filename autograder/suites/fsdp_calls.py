@@ -157,6 +157,7 @@ class Case:
         ("clip", max_norm)
         ("save",)               full_state_dict
         ("load", state)         load_full_state_dict
+        ("refused", state)      the same, and which error that is
         ("look",)               the shards and their gradients
         ("rest",)               bytes that are held
 
@@ -274,6 +275,15 @@ class Player:
 
     def load(self, state: dict) -> None:
         self.fsdp.load_full_state_dict(state)
+
+    def refused(self, state: dict) -> None:
+        try:
+            self.fsdp.load_full_state_dict(state)
+            self.now["refused"] = "no error"
+        except ValueError:
+            self.now["refused"] = "ValueError"
+        except LookupError as error:
+            self.now["refused"] = f"a {type(error).__name__}"
 
     def look(self) -> None:
         self.now["shards"] = [[p.detach().clone(), p.grad] for p in self.fsdp.parameters()]
@@ -466,7 +476,15 @@ def play(ranks: Callable, cases: list[Case], world_size: int, members: list[int]
         own[rank] = [
             (c.name, c.models[i], c.programs[i], c.settings, (c.lr, c.decay), c.measured, c.checkpointed) for c in cases
         ]
-    run = on_ranks(ranks, play_cases, world_size, PerRank(own), members)
+    try:
+        run = on_ranks(ranks, play_cases, world_size, PerRank(own), members)
+    except Finding as failure:
+        hint = next((c.perhaps for c in cases if c.name == failure.fact("case")), None)
+        if hint and failure.status in ("failed", "crashed"):
+            before = failure.fact("perhaps")
+            failure.facts = [fact for fact in failure.facts if fact[0] != "perhaps"]
+            failure.facts.append(("perhaps", "; ".join(filter(None, [before, hint]))))
+        raise
     for rank in places:
         for case, found in zip(cases, run.values[rank], strict=True):
             if found is None:
@@ -510,7 +528,7 @@ def compare_step(ranks: Callable, run: Run, case: Case, number: int, place: tupl
     ahead = [s[0] for s in case.programs[i][:step]]
     if kind not in ("step", "forward", "eval"):
         return
-    after = f"in {kind}, step {step} of the case" + (f" (after {', '.join(ahead[-4:])})" if ahead else "")
+    after = f"in the {kind} that comes after {', '.join(ahead[-4:])}" if ahead else f"in the first {kind}"
     calls = [e for e in run.in_case(number) if e.rank == rank and e.is_collective]
     reductions = [e for e in calls if e.op in ("reduce_scatter", "all_reduce")]
     line = (reductions if "update" in ahead and reductions else [ranks.definition("FSDP")])[-1]
@@ -520,7 +538,9 @@ def compare_step(ranks: Callable, run: Run, case: Case, number: int, place: tupl
             wrong = difference(got.get(name), expect(case, value, computed_in(case, index, name)))
             if wrong:
                 before = wanted.before.get((index, name))
-                why = misconception(got.get(name), value, before, len(case.models), name)
+                why = never_reduced(case, calls, index, ahead) or misconception(
+                    got.get(name), value, before, len(case.models), name
+                )
                 fail(
                     case=case.name,
                     expected=f"{name_of(index, name)} on rank {rank} {after}: {wrong[0]}",
@@ -551,10 +571,32 @@ def expect(case: Case, value: Tensor, dtype: torch.dtype) -> Expect:
     return Expect(value, dtype, 16 if dtype == torch.bfloat16 else case.terms, float(value.abs().max()) + 0.1)
 
 
+def never_reduced(case: Case, calls: list[Event], index: int, ahead: list[str]) -> str | None:
+    """Said where a unit should have been reduced by now, and has not been."""
+    if "update" not in ahead or not any(e.op == "reduce_scatter" for e in calls):
+        return None
+    module, others = case.models[0], [p for layer in case.models[0].layers for p in layer.parameters()]
+    own = list(module.layers[index].parameters()) if index != ROOT else [
+        p for p in module.parameters() if all(p is not other for other in others)
+    ]  # fmt: skip
+    if any(not p.requires_grad for p in own) or len({p.dtype for p in own}) > 1:
+        return None
+    numel = sum(p.numel() for p in own)
+    if any(of_unit(e, "reduce_scatter", numel, len(case.models)) for e in calls):
+        return None
+    which = "the root's unit" if index == ROOT else f"unit {index}"
+    return (
+        f"no reduce_scatter of {which}, {numel} elements, was made: where a unit's inputs need no gradient, only the "
+        "end of backward tells that it is done"
+    )
+
+
 def misconception(found: object, wanted: Tensor, before: Tensor | None, ranks: int, name: str) -> str | None:
     """What a student may have thought, from how a weight is wrong."""
     if not isinstance(found, Tensor) or found.shape != wanted.shape:
         return None
+    if name == "offset" and found.dtype == torch.bfloat16:
+        return "buffers keep their dtype: only parameters and inputs are cast"
     got = found.double()
     if bool(got.isnan().any()):
         return "numbers that nobody has written: is the buffer filled before the computation starts?"

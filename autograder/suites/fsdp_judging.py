@@ -82,7 +82,10 @@ def expect_flat(ranks: Callable, rng: torch.Generator, world_size: int, members:
                         f"{', twice what it was, as shard is' if again else ''}: {wrong[0]}",
                         found=wrong[1],
                         line=where,
-                        perhaps="unshard gathers what shard holds now; what was gathered before is old"
+                        perhaps="remember the shapes at construction: a parameter whose memory is gone may have lost "
+                        "its own"
+                        if wrong[1].startswith("shape")
+                        else "unshard gathers what shard holds now; what was gathered before is old"
                         if again
                         else None,
                     )
@@ -133,13 +136,14 @@ def expect_order(ranks: Callable, run: Run, case: Case, number: int, keep: bool)
             moments = [marks(events, f"{kind} {i}")[0] for kind in ("forward", "backward")]
             gathers = [e for e in events if of_unit(e, "all_gather", numel, n)]
             scatters = [e for e in events if of_unit(e, "reduce_scatter", numel, n)]
-            own = sorted([*gathers, *scatters, *moments], key=lambda e: e.order)
+            others = [e for e in events if of_unit(e, "all_reduce", numel, n)]
+            own = sorted([*gathers, *scatters, *others, *moments], key=lambda e: e.order)
             if [e.api.split()[0] if e in moments else e.op for e in own] != asked:
                 fail(
                     case=case.name,
                     expected=f"unit {i} ({numel} elements), in order: {', '.join(asked)}",
                     found=f"{listed(own)} (rank {rank})",
-                    line=(scatters or gathers or [ranks.definition("FSDP")])[-1],
+                    line=(others or scatters or gathers or [ranks.definition("FSDP")])[-1],
                     perhaps=why_not_in_order(len(gathers), len(scatters), keep),
                 )
             for e, moment in zip(gathers, moments, strict=False):

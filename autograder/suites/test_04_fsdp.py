@@ -248,7 +248,7 @@ def test_forward_backward_resident(ranks, rng):
             )
 
 
-@check("forward_backward", "never more than one unit is gathered, measured", weight=4)
+@check("forward_backward", "never more than one unit is gathered, measured", weight=4, section="A shard")
 def test_forward_backward_live(ranks, rng):
     case = measured(rng, 2, "two steps of six equal units", [REST, STEP, REST, STEP, REST])
     run = play(ranks, [case], 2)
@@ -285,7 +285,10 @@ def test_forward_backward_twice(ranks, rng):
 
     cases = []
     for order, keep in (([0, 1, 0, 2], False), ([0, 1, 0, 2], True), ([0, 0, 2], False)):
-        perhaps = "does the second use find the unit gathered, and do the gradients of both uses count?"
+        perhaps = (
+            "does the second use find the unit gathered, and do the gradients of both uses count? Hooks on one tensor "
+            "run in the order in which they were registered: give each use an input of its own (x.view_as(x))"
+        )
         name = f"units in the order {order}" + (", reshard_after_forward=False" if keep else "")
         settings = {"reshard_after_forward": not keep}
         cases.append(one_case(rng, 2, name, program(order), settings=settings, perhaps=perhaps))
@@ -327,7 +330,10 @@ def test_gradients_sharded(ranks, rng):
 @check("gradients", "micro-batches are added up until the optimizer's step", weight=4)
 def test_gradients_accumulation(ranks, rng):
     program = [STEP, STEP, STEP, UPDATE, STEP, STEP, UPDATE, EVAL]
-    perhaps = "each backward adds to shard.grad; one that writes it keeps the last micro-batch only"
+    perhaps = (
+        "each backward adds its own gradients to shard.grad, once: one that writes it keeps the last micro-batch only, "
+        "and full gradients that are not cleared count again"
+    )
     make(ranks, [one_case(rng, 3, "three micro-batches, then two", program, perhaps=perhaps)], 3)
 
 
@@ -381,7 +387,10 @@ def test_gradients_tied(ranks, rng):
         model.layers[1].spare = torch.nn.Parameter(drawing(rng)(5))
         return model
 
-    perhaps = "a tied weight has one gradient, the sum over its uses: it belongs to one shard, counts and moves once"
+    perhaps = (
+        "a tied weight has one gradient, the sum over its uses: it belongs to one shard, counts and moves once. One "
+        "that two units share is the root's: else one of them frees it while the other computes"
+    )
     cases = [
         one_case(rng, 2, "a weight used twice in a unit", TWO_STEPS, head, perhaps=perhaps),
         one_case(rng, 2, "a bias that two units share", TWO_STEPS, lambda rng: tie_across(chain(rng)), perhaps=perhaps),
@@ -454,6 +463,7 @@ def test_prefetch_live(ranks, rng):
 # ---------------------------------------------------------------------------------------------------- mixed_precision
 
 BF16 = {"param_dtype": torch.bfloat16}
+CAST = "parameters are gathered in param_dtype, and floating inputs of the module and of each unit are cast to it"
 
 
 def chain32(rng: torch.Generator) -> Chain:
@@ -463,9 +473,9 @@ def chain32(rng: torch.Generator) -> Chain:
 @check("mixed_precision", "layers compute in bf16, with weights rounded from the fp32 ones", weight=3)
 def test_mixed_precision_values(ranks, rng):
     cases = [
-        one_case(rng, 2, "a forward", [EVAL, ("step", {}), EVAL], chain32, settings=BF16),
-        one_case(rng, 2, "a forward, gathered ahead", [EVAL], chain32, settings=BF16 | AHEAD),
-        one_case(rng, 2, "a forward of a float64 model", [EVAL], settings=BF16),
+        one_case(rng, 2, "a forward", [EVAL, ("step", {}), EVAL], chain32, settings=BF16, perhaps=CAST),
+        one_case(rng, 2, "a forward, gathered ahead", [EVAL], chain32, settings=BF16 | AHEAD, perhaps=CAST),
+        one_case(rng, 2, "a forward of a float64 model", [EVAL], settings=BF16, perhaps=CAST),
     ]
     make(ranks, cases, 2)
 
@@ -474,7 +484,8 @@ def test_mixed_precision_values(ranks, rng):
 def test_mixed_precision_inputs(ranks, rng):
     ids = torch.arange(4)
     program = [("step", {"ids": ids})]
-    case = one_case(rng, 2, "a step with a tensor of whole numbers", program, chain32, settings=BF16)
+    name = "a step with a tensor of whole numbers; units called with x=..."
+    case = one_case(rng, 2, name, program, chain32, settings=BF16, perhaps=CAST)
     for model in case.models:
         model.by_keyword = True
     run = play(ranks, [case], 2)
@@ -578,6 +589,10 @@ def test_clip_and_save_clip(ranks, rng):
     for number, case in enumerate(cases):
         expect_norm(ranks, run, case, number, step=5)
     expect_nothing_left(run)
+    case = one_case(
+        rng, 2, "a group of ranks [0, 2]", [STEP, ("clip", 0.01), UPDATE, EVAL], perhaps=perhaps, terms=10**9
+    )
+    make(ranks, [case], 3, members=[0, 2])
 
 
 def state_model(rng: torch.Generator) -> Chain:
@@ -591,6 +606,7 @@ def test_clip_and_save_save(ranks, rng):
     for n, members in ((3, None), (2, [0, 2])):
         program = [STEP, UPDATE, ("save",), EVAL]
         case = one_case(rng, n, "a step, then full_state_dict", program, state_model)
+        case.perhaps = "a tied weight has its value under each of its names"
         run = make(ranks, [case], n if members is None else 3, members)
         for step, wanted in enumerate(Played(case).steps):
             for rank in members or range(n):
@@ -604,11 +620,27 @@ def test_clip_and_save_load(ranks, rng):
     run = make(ranks, [first], 3)
     state = run.values[0][0][2]["state"]
     expect_state(ranks, first, state, Played(first).steps[2].state, 0, "the state")
+    name = "layers.0.up"
+    refused = {
+        "a name is missing": {k: t for k, t in state.items() if k != name},
+        "there is a name too many": state | {"more": torch.zeros(2)},
+        "a tensor has another shape, of as many elements": state | {name: state[name].t()},
+    }
     program = [STEP, ("load", state), ("eval",), ("save",), UPDATE, STEP, UPDATE, EVAL]
+    program = [*[("refused", other) for other in refused.values()], *program]
     case = one_case(rng, 2, "the state of three ranks, loaded on two", program, state_model)
     case.perhaps = "is the shard written in place? an optimizer that was made before must go on with it"
     run = make(ranks, [case], 2)
-    expect_state(ranks, case, run.values[1][0][3]["state"], Played(case).steps[3].state, 1, "the state")
+    saved = len(refused) + 3
+    expect_state(ranks, case, run.values[1][0][saved]["state"], Played(case).steps[saved].state, 1, "the state")
+    for step, what in enumerate(refused):
+        if run.values[0][0][step]["refused"] != "ValueError":
+            fail(
+                case=f"load_full_state_dict of a state in which {what}",
+                expected="a ValueError",
+                found=run.values[0][0][step]["refused"],
+                line=ranks.definition("FSDP"),
+            )
 
 
 @check("clip_and_save", "under mixed precision the state is fp32", weight=2)
@@ -680,7 +712,9 @@ def test_checkpointing_values(ranks, rng):
                     expected=f"{what}: {wrong[0]}",
                     found=wrong[1],
                     line=where,
-                    perhaps="what is computed again must draw the same random numbers" if "dropout" in name else None,
+                    perhaps="what is computed again must draw the same random numbers"
+                    if "dropout" in name
+                    else "is each unit computed with its own forward? A lambda in a loop sees the loop's last value",
                 )
 
 
