@@ -345,7 +345,7 @@ def shard_mixed(context, tensors: list[Tensor]) -> str:
 
 
 def checkpointed_bytes(context, cases: list[tuple]) -> list[list[int]]:
-    """On a rank: bytes that a forward leaves behind, without checkpointing and with it."""
+    """On a rank: bytes that a forward leaves behind, and the most in backward; without checkpointing and with it."""
     results = []
     for name, model, batch, attribute in cases:
         context.case(name)
@@ -353,11 +353,14 @@ def checkpointed_bytes(context, cases: list[tuple]) -> list[list[int]]:
         for checkpointed in (False, True):
             if checkpointed:
                 context.student.checkpoint_units(model, list(getattr(model, attribute)))
-            with LiveTensors([*model.parameters(), *model.buffers(), batch]) as live:
+            with LiveTensors([*model.parameters(), *model.buffers(), batch], peak=True) as live:
                 before = live.nbytes()
-                y = model(batch)
-                results[-1].append(live.nbytes() - before)
-                del y
+                loss = model(batch).sum()
+                left = live.nbytes() - before
+                live.reset_peak()
+                loss.backward()
+                results[-1] += [left, live.peak() - before]
+            model.zero_grad()
     return results
 
 

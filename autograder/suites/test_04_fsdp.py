@@ -655,7 +655,9 @@ def test_clip_and_save_mixed(ranks, rng):
 RNG_STATE = 6_000  # bytes: each checkpoint may keep the random state, for dropout
 
 
-@check("checkpointing", "a unit leaves its input behind, not its activations", weight=3)
+@check(
+    "checkpointing", "a unit leaves its input behind, not its activations; they come back one unit at a time", weight=3
+)
 def test_checkpointing_bytes(ranks, rng):
     torch.manual_seed(int(torch.randint(0, 1000, (), generator=rng)))
     models = [gpt.tiny(layers=layers, width=32, vocab_size=64, context_length=32) for layers in (2, 4)]
@@ -663,10 +665,10 @@ def test_checkpointing_bytes(ranks, rng):
     tokens = torch.randint(0, 64, (3, 32), generator=rng)
     run = ranks(checkpointed_bytes, 1, [(f"a GPT of {m.config.layers} blocks", m, tokens, "blocks") for m in models])
     for number, model in enumerate(models):
-        config, (plain, found) = model.config, run.values[0][number]
+        config, (plain, most, found, peak) = model.config, run.values[0][number]
         layers = config.layers
-        blocks = layers * memory.block_activation_bytes(config, *tokens.shape, element_size=8)
-        inputs = layers * tokens.numel() * config.width * 8
+        block = memory.block_activation_bytes(config, *tokens.shape, element_size=8)
+        blocks, inputs = layers * block, layers * tokens.numel() * config.width * 8
         wanted = plain - blocks + inputs
         if found > wanted + layers * RNG_STATE:
             fail(
@@ -678,6 +680,16 @@ def test_checkpointing_bytes(ranks, rng):
                 perhaps="nothing changes: is the unit's forward replaced where it is called?"
                 if found == plain
                 else None,
+            )
+        gradients = sum(p.nbytes for p in model.parameters())
+        bound = most - blocks + block + inputs + gradients  # plain gradients come when activations are gone
+        if peak > bound:
+            fail(
+                case=f"backward of a GPT of {layers} blocks",
+                expected=f"the activations of one block at a time are there: at most {bound} bytes",
+                found=f"{peak} bytes; without checkpointing {most}",
+                line=ranks.definition("checkpoint_units"),
+                perhaps="each unit is computed again by itself; the whole module at once brings all activations back",
             )
 
 
