@@ -59,7 +59,7 @@ def reworded(failure: ranks.RunFailed, file: Path, functions: dict[str, str]) ->
         title = f"{file.name} has no function `{name}`"
         return Finding("failed", f"{title}; did you mean `{near[0]}`?" if near else title)
     called = re.match(r"(\w+)\(\) ", message)
-    if kind == "TypeError" and called and called[1] in functions:
+    if kind == "TypeError" and called and called[1] in functions and not called[1].startswith("_"):
         facts = [(label, text) for label, text in failure.facts if label == "case"]
         facts.append(("your line", functions[called[1]]))
         facts.append(("perhaps", "keep the parameters of the skeleton, all of them and in the same order"))

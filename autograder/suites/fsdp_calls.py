@@ -41,32 +41,38 @@ class Seen(nn.Module):
 
     index = ROOT
     watch: Callable | None = None
+    names: Sequence[str] = ()
+
+    def be_watched(self, watch: Callable | None) -> None:
+        """Say from now on what it sees; its tensors are looked up by name, as a wrapper may take them out."""
+        self.watch = watch
+        self.names = [name for name, _ in [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]]
 
     def see(self, kind: str, **tensors: Tensor) -> None:
         if self.watch is not None:
-            own = dict(self.named_parameters(recurse=False)) | dict(self.named_buffers(recurse=False))
-            self.watch(kind, self.index, own | tensors)
+            self.watch(kind, self.index, {name: getattr(self, name) for name in self.names} | tensors)
 
 
 class Layer(Seen):
-    """tanh(down(up(x))) + offset; `spare` takes part where it is asked for."""
+    """tanh(down(up(x))) + offset; `spare` takes part where it is asked for. With `aside`, up(x) is an output, too."""
 
     def __init__(self, draw: Callable, index: int, width: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.index, self.dropout = index, dropout
         self.up = nn.Parameter(draw(hidden, width))
+        self.spare = nn.Parameter(draw(hidden))
         self.down = nn.Parameter(draw(width, hidden))
         self.bias = nn.Parameter(draw(width))
-        self.spare = nn.Parameter(draw(hidden))
         self.register_buffer("offset", draw(width))
 
-    def forward(self, x: Tensor, spare: bool = True) -> Tensor:
+    def forward(self, x: Tensor, spare: bool = True, aside: bool = False) -> Tensor | tuple[Tensor, dict]:
         self.see("forward", x=x)
         h = F.linear(x, self.up)
         if spare:
             h = h * self.spare
         h = F.dropout(h, self.dropout)
-        return Mark.apply(torch.tanh(F.linear(h, self.down, self.bias)) + self.offset.to(x.dtype), self)
+        y = Mark.apply(torch.tanh(F.linear(h, self.down, self.bias)) + self.offset.to(x.dtype), self)
+        return (y, {"aside": h}) if aside else y
 
 
 class Chain(Seen):
@@ -80,18 +86,25 @@ class Chain(Seen):
         self.head = nn.Parameter(draw(3, width))
 
     def forward(
-        self, x: Tensor, *, order: list[int] | None = None, bare: Sequence[int] = (), ids: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Args: layers in the order of their use; those whose spare parameter is not used; whole numbers."""
-        self.see("forward", x=x, **({} if ids is None else {"ids": ids}))
-        x = x * self.scale
+        self, x: Tensor, *, order: list[int] | None = None, bare: Sequence[int] = (), aside: bool = False,
+        more: dict | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Args: layers in the order of their use; those whose spare parameter is not used; whether each layer's second
+        output is added to the model's; lists of tensors that are only looked at."""
+        self.see(
+            "forward", x=x, **{f"{k} {i}": t for k, tensors in (more or {}).items() for i, t in enumerate(tensors)}
+        )
+        x, total = x * self.scale, 0.0
         for i in range(len(self.layers)) if order is None else order:
             spare = i not in bare
             if self.by_keyword and i % 2 == 1:
                 x = self.layers[i](x=x.float() if x.dtype == torch.bfloat16 else x, spare=spare)
+            elif aside:
+                x, more = self.layers[i](x, spare, aside=True)
+                total = total + more["aside"].sum(dim=1, keepdim=True)
             else:
                 x = self.layers[i](x, spare=spare)
-        return {"y": F.linear(x, self.head)}
+        return {"y": F.linear(x, self.head) + total}
 
 
 def drawing(rng: torch.Generator, dtype: torch.dtype = torch.float64) -> Callable:
@@ -206,6 +219,8 @@ class Player:
         model.layers.train()
         if checkpointed:
             context.student.checkpoint_units(model, list(model.layers))
+        for module in watched(model):
+            module.be_watched(self.watch)
         self.shapes = {m.index: {k: p.shape for k, p in m.named_parameters(recurse=False)} for m in watched(model)}
         self.live = LiveTensors([*model.parameters(), *model.buffers()])
         with self.live if measured else contextlib.nullcontext():
@@ -214,8 +229,6 @@ class Player:
         self.shards = list(self.fsdp.parameters())
         self.optimizer = torch.optim.SGD(self.shards, lr=lr, weight_decay=decay) if self.shards else None
         self.losses: list[Tensor] = []
-        for module in watched(model):
-            module.watch = self.watch
 
     def watch(self, kind: str, index: int, tensors: dict[str, Tensor]) -> None:
         self.context.mark(f"{kind} {index}")
@@ -245,8 +258,13 @@ class Player:
     def step(self, x: Tensor, options: dict) -> None:
         self.forward(x, options)
         self.backward()
+        if "input" in self.now:
+            self.now["input"] = self.now["input"].grad
 
     def forward(self, x: Tensor, options: dict) -> None:
+        if "asked" in options:  # whether the gradient of the model's own input is
+            options = {key: value for key, value in options.items() if key != "asked"}
+            self.now["input"] = x = x.clone().requires_grad_()
         y = self.fsdp(x, **options)["y"]
         self.now["y"] = y.detach().clone()
         self.losses.append(y.float().square().mean() if y.dtype == torch.bfloat16 else y.square().mean())
@@ -286,6 +304,7 @@ class Player:
             self.now["refused"] = f"a {type(error).__name__}"
 
     def look(self) -> None:
+        self.now["names"] = [name for name, _ in self.fsdp.named_parameters()]
         self.now["shards"] = [[p.detach().clone(), p.grad] for p in self.fsdp.parameters()]
 
     def rest(self) -> None:
@@ -344,13 +363,26 @@ def shard_mixed(context, tensors: list[Tensor]) -> str:
     return "no error"
 
 
+def foreign_unit(context, model: Chain, other: Chain) -> list[str]:
+    """On a rank: what FSDP and checkpoint_units make of a unit that belongs to another model."""
+    results = []
+    for what in (context.student.FSDP, context.student.checkpoint_units):
+        try:
+            what(model, [model.layers[0], other.layers[1]])
+            results.append("no error")
+        except ValueError:
+            results.append("a ValueError")
+        except (TypeError, LookupError, AttributeError) as error:
+            results.append(f"a {type(error).__name__}")
+    return results
+
+
 def checkpointed_bytes(context, cases: list[tuple]) -> list[list[int]]:
     """On a rank: bytes that a forward leaves behind, and the most in backward; without checkpointing and with it."""
-    results = []
-    for name, model, batch, attribute in cases:
-        context.case(name)
-        results.append([])
-        for checkpointed in (False, True):
+    results: list[list[int]] = [[] for _ in cases]
+    for checkpointed in (False, True):
+        for number, (name, model, batch, attribute) in enumerate(cases):
+            context.case(name)
             if checkpointed:
                 context.student.checkpoint_units(model, list(getattr(model, attribute)))
             with LiveTensors([*model.parameters(), *model.buffers(), batch], peak=True) as live:
@@ -359,7 +391,7 @@ def checkpointed_bytes(context, cases: list[tuple]) -> list[list[int]]:
                 left = live.nbytes() - before
                 live.reset_peak()
                 loss.backward()
-                results[-1] += [left, live.peak() - before]
+                results[number] += [left, live.peak() - before]
             model.zero_grad()
     return results
 
@@ -380,7 +412,7 @@ def checkpointed_gradients(context, cases: list[tuple]) -> list:
             y.square().mean().backward()
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             model.zero_grad()
-            results[-1].append([y.detach().clone(), gradients])
+            results[-1].append([y.detach().clone(), gradients, torch.rand(3)])
         kept = names == list(model.state_dict()) and same == [id(p) for p in model.parameters()]
         results[-1].append(kept)
     return results
@@ -394,6 +426,7 @@ class Wanted:
     """What a step must show: outputs of each rank, the weights that are seen, and the weights of before."""
 
     outputs: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
     seen: list[tuple[int, dict[str, Tensor]]] = field(default_factory=list)
     before: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     norm: float = 0.0
@@ -427,7 +460,8 @@ class Played:
             self.losses = []
         if kind in ("step", "backward"):
             total = sum(self.losses) / len(steps)
-            found = torch.autograd.grad(total, self.parameters, allow_unused=True)
+            found = torch.autograd.grad(total, [*self.parameters, *now.inputs], allow_unused=True)
+            found, now.inputs = found[: len(self.parameters)], [g * len(steps) for g in found[len(self.parameters) :]]
             self.gradients = [g if f is None else g + f for g, f in zip(self.gradients, found, strict=True)]
             self.losses = []
         if kind == "update":
@@ -447,14 +481,18 @@ class Played:
     def forward(self, now: Wanted, x: Tensor, options: dict) -> None:
         first = not now.outputs
         for module in watched(self.model):
-            module.watch = functools.partial(self.watch, now) if first else None
-        y = self.model(x.double(), **options)["y"]
+            module.be_watched(functools.partial(self.watch, now) if first else None)
+        x = x.double()
+        if "asked" in options:
+            options = {key: value for key, value in options.items() if key != "asked"}
+            now.inputs.append(x := x.clone().requires_grad_())
+        y = self.model(x, **options)["y"]
         now.outputs.append(y.detach())
         self.losses.append(y.square().mean())
 
     def watch(self, now: Wanted, kind: str, index: int, tensors: dict[str, Tensor]) -> None:
         if kind == "forward":
-            kept = {name: t.detach().clone() for name, t in tensors.items() if name not in ("x", "ids")}
+            kept = {name: t.detach().clone() for name, t in tensors.items() if name != "x" and " " not in name}
             now.seen.append((index, kept))
 
 
@@ -560,6 +598,16 @@ def compare_step(ranks: Callable, run: Run, case: Case, number: int, place: tupl
             line=line,
             perhaps=case.perhaps or "the weights are right at the start of the forward: what changes them meanwhile?",
         )
+    if wanted.inputs:
+        wrong = difference(found["input"], expect(case, wanted.inputs[i], wanted.inputs[i].dtype))
+        if wrong:
+            fail(
+                case=case.name,
+                expected=f"the gradient of the model's input on rank {rank} {after}: {wrong[0]}",
+                found=wrong[1],
+                line=ranks.definition("FSDP"),
+                perhaps="FSDP may be a part of a larger model: gradients go through it to its inputs",
+            )
 
 
 def computed_in(case: Case, index: int, name: str) -> torch.dtype:

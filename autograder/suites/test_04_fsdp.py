@@ -21,6 +21,7 @@ from autograder.suites.fsdp_calls import (
     checkpointed_bytes,
     checkpointed_gradients,
     drawing,
+    foreign_unit,
     judge,
     listed,
     make,
@@ -267,6 +268,7 @@ def test_forward_backward_without(ranks, rng):
         ("a step, a forward without backward, the update", [STEP, ("forward",), ("forget",), UPDATE, EVAL, STEP, UPDATE,
                                                             EVAL]),
         ("two forwards, one backward of both", [("forward",), ("forward",), ("backward",), UPDATE, EVAL]),
+        ("no_grad between a forward and its backward", [("forward",), EVAL, ("backward",), UPDATE, EVAL]),
     ]  # fmt: skip
     for keep in (False, True):
         settings = {"reshard_after_forward": not keep}
@@ -295,6 +297,35 @@ def test_forward_backward_twice(ranks, rng):
     make(ranks, cases, 2)
 
 
+@check("forward_backward", "units that return tuples and dicts of tensors; the gradient of the model's input", weight=2)
+def test_forward_backward_outputs(ranks, rng):
+    asked = {"aside": True, "asked": True}
+    program = [("step", asked), UPDATE, ("step", asked), UPDATE, EVAL]
+    perhaps = (
+        "a unit's backward begins with the first gradient of any of its outputs, and has ended when the gradients of "
+        "its inputs are there"
+    )
+    make(ranks, [one_case(rng, 2, "units that return a tensor and a dict", program, perhaps=perhaps)], 2)
+
+
+def expect_foreign_unit(ranks: Callable, rng: torch.Generator, name: str) -> None:
+    run = ranks(foreign_unit, 1, chain(rng), chain(rng))
+    found = run.values[0][("FSDP", "checkpoint_units").index(name)]
+    if found != "a ValueError":
+        fail(
+            case=f"{name}(module, units), one unit of another model",
+            expected="a ValueError",
+            found=found,
+            line=ranks.definition(name),
+            perhaps="it would be computed and never seen: its parameters are not the module's",
+        )
+
+
+@check("forward_backward", "a unit of another model is a ValueError", weight=1)
+def test_forward_backward_foreign(ranks, rng):
+    expect_foreign_unit(ranks, rng, "FSDP")
+
+
 # ---------------------------------------------------------------------------------------------------------- gradients
 
 
@@ -302,10 +333,20 @@ def test_forward_backward_twice(ranks, rng):
 def test_gradients_sharded(ranks, rng):
     n = 3
     case = one_case(rng, n, "one step", [STEP, ("look",)])
-    run = make(ranks, [case], n)
+    part = one_case(rng, n, "a frozen unit", [STEP, ("look",)], lambda rng: frozen(rng, ("layers.1",)))
+    run = make(ranks, [case, part], n)
     sizes = unit_sizes(case.models[0])
     mine, padding = sum(shards(numel, n) for numel in sizes.values()), len(sizes)
     whole = sum(sizes.values())
+    for number, each in enumerate((case, part)):
+        found = [sum(p.numel() for p, _ in run.values[rank][number][1]["shards"]) for rank in range(n)]
+        if sum(found) < whole:
+            fail(
+                case=each.name,
+                expected=f"parameters() of all ranks together have the {whole} elements of the model, frozen ones too",
+                found=f"{found} elements",
+                line=ranks.definition("FSDP"),
+            )
     for rank in range(n):
         found = run.values[rank][0][1]["shards"]
         total = sum(p.numel() for p, _ in found)
@@ -353,7 +394,10 @@ def test_gradients_frozen(ranks, rng):
         ("all but the last unit and the head frozen", ("scale", "layers.0", "layers.1")),
         ("a frozen head", ("head",)),
     ):
-        perhaps = "weight decay moves what has a gradient, zeros too: frozen parameters need a shard of their own"
+        perhaps = (
+            "weight decay moves what has a gradient, zeros too: frozen parameters need a shard of their own; and "
+            "gradients go through a frozen unit to those before it"
+        )
         cases.append(
             one_case(rng, 2, name, TWO_STEPS, lambda rng, names=names: frozen(rng, names), decay=0.1, perhaps=perhaps)
         )
@@ -408,7 +452,16 @@ def test_gradients_dtypes(ranks, rng):
     ]
     cases[1].perhaps = "a parameter without a gradient counts as zeros, and all ranks must send the same"
     cases[1].programs[0][0][-1]["bare"] = (1,)
-    make(ranks, cases, 3)
+    for program in cases[0].programs:
+        program.append(("look",))
+    names = make(ranks, cases, 3).values[0][0][-1]["names"]
+    if len(set(names)) < len(names):
+        fail(
+            case=cases[0].name,
+            expected="named_parameters() has a name of its own for each shard",
+            found=f"{names}",
+            line=ranks.definition("FSDP"),
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- prefetch
@@ -482,8 +535,8 @@ def test_mixed_precision_values(ranks, rng):
 
 @check("mixed_precision", "floating inputs are cast, whole numbers and buffers are not", weight=2)
 def test_mixed_precision_inputs(ranks, rng):
-    ids = torch.arange(4)
-    program = [("step", {"ids": ids})]
+    more = {"ids": [torch.arange(4)], "wide": [torch.ones(2), torch.ones(2, dtype=torch.float64)]}
+    program = [("step", {"more": more})]
     name = "a step with a tensor of whole numbers; units called with x=..."
     case = one_case(rng, 2, name, program, chain32, settings=BF16, perhaps=CAST)
     for model in case.models:
@@ -494,15 +547,19 @@ def test_mixed_precision_inputs(ranks, rng):
             if kind != "forward":
                 continue
             for name, tensor in tensors.items():
-                asked = {"ids": torch.int64, "offset": torch.float32}.get(name, torch.bfloat16)
+                asked = {"ids 0": torch.int64, "offset": torch.float32}.get(name, torch.bfloat16)
                 if tensor.dtype != asked:
                     where = "the module" if i == ROOT else f"unit {i}"
-                    what = {"x": "the input of", "ids": "a tensor of whole numbers for", "offset": "a buffer of"}
+                    what = {
+                        "x": "the input of", "ids 0": "a tensor of whole numbers for", "offset": "a buffer of",
+                        "wide 0": "a float32 tensor in a list for", "wide 1": "a float64 tensor in a list for",
+                    }  # fmt: skip
                     fail(
                         case=case.name,
                         expected=f"{what.get(name, f'the parameter {name} of')} {where} is {asked}",
                         found=f"{tensor.dtype} (rank {rank})",
                         line=ranks.definition("FSDP"),
+                        perhaps=CAST,
                     )
 
 
@@ -580,6 +637,11 @@ def test_clip_and_save_clip(ranks, rng):
     for name, limits in (("clipped to 0.01", (0.01, 0.02)), ("not clipped", (1e3, 1e3))):
         program = [STEP, STEP, ("clip", limits[0]), UPDATE, STEP, ("clip", limits[1]), UPDATE, EVAL]
         cases.append(one_case(rng, 3, name, program, perhaps=perhaps, terms=10**9))
+    program, used = [], {"order": [0, 2]}
+    for limit in (0.01, 0.02):
+        program += [("step", used), ("step", used), ("clip", limit), UPDATE]
+    name = "unit 1 is not used"
+    cases.append(one_case(rng, 3, name, [*program, EVAL], perhaps=perhaps, terms=10**9))
     program = [STEP, STEP, ("clip", 1e-8), UPDATE, STEP, ("clip", 1e-8), UPDATE, EVAL]
     cases.append(one_case(rng, 3, "small gradients", program, faint, perhaps=perhaps, terms=10**9, lr=1e6))
     run = play(ranks, cases, 3)
@@ -587,7 +649,7 @@ def test_clip_and_save_clip(ranks, rng):
         expect_norm(ranks, run, case, number, step=2)
     judge(ranks, run, cases)
     for number, case in enumerate(cases):
-        expect_norm(ranks, run, case, number, step=5)
+        expect_norm(ranks, run, case, number, step=6 if case.name == name else 5)
     expect_nothing_left(run)
     case = one_case(
         rng, 2, "a group of ranks [0, 2]", [STEP, ("clip", 0.01), UPDATE, EVAL], perhaps=perhaps, terms=10**9
@@ -612,6 +674,36 @@ def test_clip_and_save_save(ranks, rng):
             for rank in members or range(n):
                 if wanted.state:
                     expect_state(ranks, case, run.values[rank][0][step]["state"], wanted.state, rank, "the state")
+
+
+@check("clip_and_save", "saving and loading leave nothing gathered behind, measured", weight=1)
+def test_clip_and_save_held(ranks, rng):
+    case = measured(rng, 2, "full_state_dict, then load_full_state_dict", [])
+    given = case.models[0].state_dict()
+    case.programs = [[REST, ("save",), REST, ("load", given), REST] for _ in range(2)]
+    run = play(ranks, [case], 2)
+    state = sum(t.nbytes for t in given.values())
+    whole = 4 * sum(unit_sizes(case.models[0]).values())
+    for rank in (0, 1):
+        before, _, saved, _, loaded = (step.get("held") for step in run.values[rank][0])
+        for what, found, allowed, perhaps in (
+            ("full_state_dict", saved, state, "what was gathered for it: free each unit when its values are copied"),
+            (
+                "load_full_state_dict",
+                loaded,
+                2 * state,
+                "a slice of a full tensor keeps all of it: copy into the shard",
+            ),
+        ):
+            if found - before - allowed > 0.05 * whole:
+                fail(
+                    case=case.name,
+                    expected=f"after {what} no more is held than before, besides {allowed // state} states of {state} "
+                    "bytes",
+                    found=f"{found - before} bytes more (rank {rank})",
+                    line=ranks.definition("FSDP"),
+                    perhaps=perhaps,
+                )
 
 
 @check("clip_and_save", "a state of three ranks goes on on two, and in the plain module", weight=4)
@@ -704,7 +796,7 @@ def test_checkpointing_values(ranks, rng):
     run = ranks(checkpointed_gradients, 1, cases)
     where = ranks.definition("checkpoint_units")
     for number, (name, *_) in enumerate(cases):
-        (y, plain), (again, found), kept = run.values[0][number]
+        (y, plain, drawn), (again, found, drawn_again), kept = run.values[0][number]
         if not kept:
             fail(
                 case=name,
@@ -716,18 +808,24 @@ def test_checkpointing_values(ranks, rng):
         for what, value, got in [
             ("output", y, again),
             *[(f"gradient of {k}", v, found.get(k)) for k, v in plain.items()],
+            ("what torch.rand gives after backward", drawn, drawn_again),
         ]:
-            wrong = difference(got, Expect(value, torch.float64, 1000, float(value.abs().max()) + 1e-3))
+            wrong = difference(got, Expect(value, value.dtype, 1000, float(value.abs().max()) + 1e-3))
             if wrong:
                 fail(
                     case=name,
                     expected=f"{what}: {wrong[0]}",
                     found=wrong[1],
                     line=where,
-                    perhaps="what is computed again must draw the same random numbers"
-                    if "dropout" in name
+                    perhaps="what is computed again must draw the same random numbers, and leave the generator alone"
+                    if "dropout" in name or "rand" in what
                     else "is each unit computed with its own forward? A lambda in a loop sees the loop's last value",
                 )
+
+
+@check("checkpointing", "a unit of another model is a ValueError", weight=1)
+def test_checkpointing_foreign(ranks, rng):
+    expect_foreign_unit(ranks, rng, "checkpoint_units")
 
 
 @check("checkpointing", "under FSDP parameters are gathered for the second computation, too", weight=3)
