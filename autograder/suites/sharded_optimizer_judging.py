@@ -147,7 +147,7 @@ class Verdict:
                 self.fail(
                     expected=f"parameter {i} on rank {self.rank}, as the plain optimizer has it: {wrong[0]}",
                     found=wrong[1],
-                    perhaps=self.misconception(k, i, mine) or self.case.perhaps,
+                    perhaps=self.misconception(k, i, mine, value) or self.case.perhaps,
                 )
             if not torch.equal(mine, first["parameters"][i]):
                 self.fail(
@@ -203,7 +203,7 @@ class Verdict:
                 else None,
             )
 
-    def misconception(self, k: int, i: int, found: object) -> str | None:
+    def misconception(self, k: int, i: int, found: object, wanted: Tensor) -> str | None:
         """What would have given this parameter: other readings of the program, played by the plain optimizer."""
         suspects = list(self.suspects())
         if not isinstance(found, Tensor) or not suspects:
@@ -211,6 +211,8 @@ class Verdict:
         played = reference([case for _, case in suspects])
         for (text, _), looks in zip(suspects, played, strict=True):
             value = looks[k]["parameters"][i]
+            if torch.allclose(value, wanted, rtol=1e-4, atol=1e-6):
+                continue  # this reading makes no difference here
             if found.shape == value.shape and torch.allclose(found.double(), value, rtol=1e-5, atol=1e-7):
                 return text
         return None
@@ -302,13 +304,15 @@ def only_lr(case: Case) -> list[tuple]:
 
 
 def expect_state_memory(
-    ranks: Callable, rng: torch.Generator, wrapper: str, p: int, state: dict | None = None, start: list | None = None
-) -> None:
+    ranks: Callable, rng: torch.Generator, wrapper: str, p: int, state: dict | None = None, start: list | None = None,
+    largest: int | None = None,
+) -> None:  # fmt: skip
     """Measured in the rank: state of all its optimizers, and all tensors that it has more than before.
 
     Args:
         state: loaded before the steps.
         start: the parameters.
+        largest: elements of the largest share, where it is not 1/p of all.
     """
     if start is None:
         start = [values(rng, (n,), torch.float32) for _ in range(2) for n in [4000] * p]
@@ -317,7 +321,8 @@ def expect_state_memory(
     run = ranks(hold, p, wrapper, start, own, {"lr": 0.01, "amsgrad": True}, state)
     elements = sum(t.numel() for t in start)
     whole = 12 * elements + 4 * len(start)  # three moments of float32, and a counter for each parameter
-    most = round(1.05 * whole / p) + 4 * len(start)
+    share = 12 * largest if largest else whole // p
+    most = round(1.05 * share) + 4 * len(start)
     case = f"Adam with amsgrad, {len(start)} parameters, {elements} elements of float32, {p} ranks"
     case += ", a full state loaded" if state else ""
     line = ranks.definition(wrapper)
@@ -325,7 +330,8 @@ def expect_state_memory(
         if held["state"] > most:
             fail(
                 case=case,
-                expected=f"optimizer state on rank {rank} after 2 steps: about 1/{p} of {whole} bytes, {whole // p}",
+                expected=f"optimizer state on rank {rank} after 2 steps: about "
+                + (f"{share} bytes, the largest share" if largest else f"1/{p} of {whole} bytes, {share}"),
                 found=f"{held['state']} bytes",
                 line=line,
                 perhaps="shares that are uneven in elements, or a state that is kept in part on every rank"
@@ -341,7 +347,7 @@ def expect_state_memory(
         if grown > most + 4 * elements + 8 * elements // p:
             fail(
                 case=case,
-                expected=f"besides parameters and gradients, rank {rank} holds about {whole // p} bytes more than "
+                expected=f"besides parameters and gradients, rank {rank} holds about {share} bytes more than "
                 "before it had an optimizer",
                 found=f"{grown} bytes more, {held['state']} of them in the state of optimizers",
                 line=line,
@@ -360,15 +366,15 @@ def expect_no_full_gradients(held: dict, elements: int, p: int, whole: int, rank
             line=line,
             perhaps="set p.grad = None once the gradients are in the buffer that is reduce-scattered",
         )
-    grown = held["stepped"] - held["made"]
-    if grown > 1.05 * whole / p + 8.4 * elements / p + 100:
+    grown = held["stepped"] - held["before"]
+    if grown > 1.05 * whole / p + 8.4 * elements / p + 4.1 * elements + 100:
         fail(
             case=case,
-            expected="a step leaves the state, and of gradients and parameters at most a shard each: about "
-            f"{(whole + 8 * elements) // p} bytes on {rank}",
-            found=f"{grown} bytes more than before the first step",
+            expected="after a step there are the state, of gradients and parameters at most a shard each, and one flat "
+            f"copy of the parameters: about {(whole + 8 * elements) // p + 4 * elements} bytes on {rank}",
+            found=f"{grown} bytes more than before there was an optimizer",
             line=line,
-            perhaps="a buffer of all gradients is kept from one step to the next",
+            perhaps="a buffer of all gradients, or one more copy of all parameters, is kept from one step to the next",
         )
 
 

@@ -82,8 +82,14 @@ def test_partition_balance(ranks, rng):
         order = torch.randperm(len(numels), generator=rng).tolist()
         calls.append(([numels[i] for i in order], p))
         best.append(whole)
-    calls += [([100, 1, 1, 1, 100, 1, 1, 1, 100, 1, 1, 1], 3), ([1, 1, 1, 1, 1, 1, 6], 2), ([9] * 8, 4), ([5, 3], 4)]
-    best += [103, 6, 18, 5]
+    calls += [
+        ([10] + [1] * 10, 2),
+        ([100, 1, 1, 1, 100, 1, 1, 1, 100, 1, 1, 1], 3),
+        ([1, 1, 1, 1, 1, 1, 6], 2),
+        ([9] * 8, 4),
+        ([5, 3], 4),
+    ]
+    best += [10, 103, 6, 18, 5]
     for (numels, p), most, found in zip(calls, best, expect_owners(ranks, calls), strict=True):
         shares = [sum(n for n, r in zip(numels, found, strict=True) if r == rank) for rank in range(p)]
         if 3 * max(shares) > 4 * most:
@@ -152,7 +158,10 @@ def missing_cases(rng: torch.Generator) -> list[Case]:
     start = tensors(rng, [(7,), (5,), (3,), (4,)])
     frozen = {r: [1, 3] for r in range(3)}
     program = steps(rng, start, 3, absent=frozen)
-    return [*cases, Case("parameters 1 and 3 are frozen", start, program, frozen=frozenset([1, 3]), **ADAMW)]
+    cases.append(Case("parameters 1 and 3 are frozen", start, program, frozen=frozenset([1, 3]), **ADAMW))
+    everything = {r: [0, 1, 2, 3] for r in range(3)}
+    program = steps(rng, start, 3, 1, absent=everything)
+    return [*cases, Case("all parameters are frozen", start, program, frozen=frozenset(range(4)), **ADAMW)]
 
 
 def few_cases(rng: torch.Generator) -> list[Case]:
@@ -240,6 +249,8 @@ def test_sharded_values(ranks, rng):
 def test_sharded_memory(ranks, rng):
     expect_state_memory(ranks, rng, "ShardedOptimizer", 4)
     expect_state_memory(ranks, rng, "ShardedOptimizer", 3)
+    start = [values(rng, (n,), torch.float32) for n in [16_000, 10, 10, 10] * 2]
+    expect_state_memory(ranks, rng, "ShardedOptimizer", 4, start=start, largest=16_000)
 
 
 FAULTS = "The schedule that never arrives"
@@ -629,4 +640,6 @@ def test_ledger_others(ranks, rng):
         fp32 = {"param_bytes": 4, "grad_bytes": 4, "master_bytes": 0}
         table.append(([n, p, 1], fp32, n * 8 + n * 8 / p, STAGES[1]))
     table += [([10, 2, stage], {}, "ValueError", "there are stages 0 to 3") for stage in (4, -1)]
-    expect_ledger(ranks, [*table, ([10, 0, 1], {}, "ValueError", "there is no group of 0 ranks")])
+    hint = "there is no group of 0 ranks, in whatever stage"
+    table += [([10, p, stage], {}, "ValueError", hint) for p, stage in ((0, 0), (0, 1), (0, 3), (-1, 2))]
+    expect_ledger(ranks, table)

@@ -969,6 +969,52 @@ class ZeroOptimizer(ZeroOptimizer):
 """,
         check="partition_owners",
     ),
+    Mutant(
+        "sharded_optimizer",
+        "owners in turn, not by partition_parameters",
+        """\
+        owners = partition_parameters([p.numel() for p in parameters], self.world_size)
+""",
+        """\
+        owners = [i % self.world_size for i in range(len(parameters))]
+""",
+        check="sharded_memory",
+    ),
+    Mutant(
+        "partition",
+        "sorted, then dealt back and forth",
+        """\
+        owners[i] = shares.index(min(shares))
+""",
+        """\
+        k = sum(1 for s in range(len(numels)) if (-numels[s], s) < (-numels[i], i))
+        owners[i] = k % world_size if k // world_size % 2 == 0 else world_size - 1 - k % world_size
+""",
+        check="partition_balance",
+    ),
+    Mutant(
+        "zero2",
+        "the first buffer is always there",
+        """\
+        for buffer in self.buffers:
+            all_gather_flat""",
+        """\
+        self.buffers[0].shard.add_(0)
+        for buffer in self.buffers:
+            all_gather_flat""",
+        check="zero2_missing",
+    ),
+    Mutant(
+        "ledger",
+        "the world size is looked at where something is divided",
+        """\
+    if stage not in (0, 1, 2, 3) or world_size < 1:
+""",
+        """\
+    if stage not in (0, 1, 2, 3) or (stage and world_size < 1):
+""",
+        check="ledger_others",
+    ),
 ]
 
 LENT = '''\
