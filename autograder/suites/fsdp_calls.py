@@ -520,11 +520,12 @@ def play(ranks: Callable, cases: list[Case], world_size: int, members: list[int]
     try:
         run = on_ranks(ranks, play_cases, world_size, PerRank(own), members)
     except Finding as failure:
-        hint = next((c.perhaps for c in cases if c.name == failure.fact("case")), None)
-        if hint and failure.status in ("failed", "crashed"):
-            before = failure.fact("perhaps")
-            failure.facts = [fact for fact in failure.facts if fact[0] != "perhaps"]
-            failure.facts.append(("perhaps", "; ".join(filter(None, [before, hint]))))
+        if failure.status in ("failed", "crashed"):
+            hint = next((c.perhaps for c in cases if c.name == failure.fact("case")), None)
+            line = failure.fact("your line") or ranks.definition("FSDP")
+            perhaps = "; ".join(filter(None, [failure.fact("perhaps"), hint]))
+            failure.facts = [fact for fact in failure.facts if fact[0] not in ("your line", "perhaps")]
+            failure.facts += [("your line", line), *([("perhaps", perhaps)] if perhaps else [])]
         raise
     for rank in places:
         for case, found in zip(cases, run.values[rank], strict=True):

@@ -1127,6 +1127,140 @@ use_reentrant=False, preserve_rng_state=False)
         old="            if tensor.shape != state[name].shape:\n                raise ValueError",
         new="            if tensor.numel() != state[name].numel():\n                raise ValueError",
     ),
+    Mutant(
+        problem="forward_backward",
+        check="forward_backward_outputs",
+        name="a unit's backward begins when the gradients of all its outputs are there",
+        old='lambda gradient: self.before_backward(i), mode="any")',
+        new="lambda gradients: self.before_backward(i))",
+    ),
+    Mutant(
+        problem="forward_backward",
+        check="forward_backward_outputs",
+        name="no gradient for the model's input",
+        old="            return x.view_as(x)  # a tensor",
+        new="            return x.detach() if i == self.root else x.view_as(x)  # a tensor",
+    ),
+    Mutant(
+        problem="forward_backward",
+        check="forward_backward_foreign",
+        name="units of another model are taken",
+        old="""\
+        if not set(units) <= set(module.modules()):
+            raise ValueError("a unit is not a submodule of the module")
+        self.module""",
+        new="        self.module",
+    ),
+    Mutant(
+        problem="gradients",
+        check="gradients_unused",
+        name="gradients that are there, one after the other",
+        old="""\
+        for p, part in zip(self.params, self._parts(flat), strict=True):
+            if p.grad is not None:
+                part.copy_(p.grad)
+                p.grad = None
+""",
+        new="""\
+        there = [p.grad.flatten() for p in self.params if p.grad is not None]
+        if there:
+            flat[: sum(map(len, there))] = torch.cat(there)
+        for p in self.params:
+            p.grad = None
+""",
+    ),
+    Mutant(
+        problem="gradients",
+        check="gradients_sharded",
+        name="frozen shards are not among the parameters",
+        old="""\
+            for k, flat in enumerate(shards):
+                yield f"{prefix}unit{i}.{k}", flat.shard
+""",
+        new="""\
+            for k, flat in enumerate(shards):
+                if flat.shard.requires_grad:
+                    yield f"{prefix}unit{i}.{k}", flat.shard
+""",
+    ),
+    Mutant(
+        problem="gradients",
+        check="gradients_dtypes",
+        name="one name for all shards of a unit",
+        old='yield f"{prefix}unit{i}.{k}", flat.shard',
+        new='yield f"{prefix}unit{i}", flat.shard',
+    ),
+    Mutant(
+        problem="mixed_precision",
+        check="mixed_precision_inputs",
+        name="tensors in lists and dicts are not cast",
+        old="args, kwargs = tree_map_only(Tensor, enter, (args, kwargs))",
+        new="""\
+args = tuple(enter(x) if isinstance(x, Tensor) else x for x in args)
+        kwargs = {name: enter(x) if isinstance(x, Tensor) else x for name, x in kwargs.items()}""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        check="clip_and_save_clip",
+        name="a shard without a gradient is not expected",
+        old="gradients = [p.grad for p in self.parameters() if p.grad is not None]",
+        new="gradients = [p.grad for p in self.parameters() if p.requires_grad]",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        check="clip_and_save_held",
+        name="full_state_dict leaves the units gathered",
+        old="""\
+            values.update(zip(flat.params, flat.gather_values(), strict=True))
+""",
+        new="""\
+            values.update(zip(flat.params, flat.gather_values(), strict=True))
+            flat.unshard()
+""",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        check="clip_and_save_held",
+        name="after loading, a shard is a view of all",
+        old="""\
+        with torch.no_grad():
+            self.shard.copy_(self._mine(flat))
+""",
+        new="""\
+        flat = F.pad(flat, (0, self.size * self.length - len(flat)))
+        self.shard.data = flat[self.rank * self.length : (self.rank + 1) * self.length]
+""",
+    ),
+    Mutant(
+        problem="checkpointing",
+        check="checkpointing_values",
+        name="the generator is left as it was when the unit was computed",
+        old="""\
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+""",
+        new="""\
+        def computed(*args, inner=unit.forward, **kwargs):
+            state = torch.get_rng_state()
+
+            def once_more(*args, **kwargs):
+                torch.set_rng_state(state)
+                return inner(*args, **kwargs)
+
+            return checkpoint(once_more, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        unit.forward = computed
+""",
+    ),
+    Mutant(
+        problem="checkpointing",
+        check="checkpointing_foreign",
+        name="units of another model are taken",
+        old="""\
+    if not set(units) <= set(module.modules()):
+        raise ValueError("a unit is not a submodule of the module")
+    for unit""",
+        new="    for unit",
+    ),
 ]
 
 ALTERNATIVES = [
