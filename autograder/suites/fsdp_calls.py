@@ -523,7 +523,7 @@ def play(ranks: Callable, cases: list[Case], world_size: int, members: list[int]
         if failure.status in ("failed", "crashed"):
             hint = next((c.perhaps for c in cases if c.name == failure.fact("case")), None)
             line = failure.fact("your line") or ranks.definition("FSDP")
-            perhaps = "; ".join(filter(None, [failure.fact("perhaps"), hint]))
+            perhaps = "; ".join(filter(None, [failure.fact("perhaps"), hint])).replace("?;", "?")
             failure.facts = [fact for fact in failure.facts if fact[0] not in ("your line", "perhaps")]
             failure.facts += [("your line", line), *([("perhaps", perhaps)] if perhaps else [])]
         raise

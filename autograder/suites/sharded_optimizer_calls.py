@@ -185,7 +185,11 @@ def play_case(context, wrapper: str | None, group: object, case: dict) -> list:
             saved = optimizer.state_dict()
             found.append({"saved": packed(saved)})
         elif kind in ("load", "back"):
-            optimizer.load_state_dict(rest[0] if kind == "load" else saved)
+            given = rest[0] if kind == "load" else saved
+            entries = list(given["state"]) if kind == "load" else []
+            optimizer.load_state_dict(given)
+            if kind == "load" and list(given["state"]) != entries:
+                raise RuntimeError("load_state_dict has taken entries out of the state that it was given")
         elif kind == "refused":
             try:
                 optimizer.load_state_dict(rest[0])

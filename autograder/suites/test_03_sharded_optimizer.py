@@ -340,6 +340,11 @@ def group_cases(rng: torch.Generator, p: int) -> list[Case]:
         case = Case(f"{kind['optimizer']}, two groups that interleave", start, steps(rng, start, p, 2), **kind)
         cases.append(replace(case, groups=INTERLEAVED, given="dicts"))
     start = tensors(rng)
+    case = Case("SGD, a first group of one parameter", start, steps(rng, start, p, 2), **SGD)
+    case.groups = [([2], {"lr": 0.03}), ([0, 1, 3, 4, 5], {"weight_decay": 0.0})]
+    case.perhaps = "a rank that owns nothing of a group still has the group, empty: else the others' options shift"
+    cases.append(case)
+    start = tensors(rng)
     return [*cases, Case("AdamW with no options at all", start, steps(rng, start, p, 2), "AdamW", {})]
 
 
@@ -463,7 +468,7 @@ def resumed(case: Case, name: str, looks: list[dict], rest: list[tuple]) -> tupl
 
 @check("state_dict", "it loads on another number of ranks", weight=4)
 def test_state_dict_other_world(ranks, rng):
-    rest = [("set", 1, {"lr": 0.02}), ("save",), ("look",)]
+    rest = [("set", 1, {"lr": 0.02, "weight_decay": 0.05}), ("save",), ("look",)]
     cases = [state_case(rng, 3, kind, rest) for kind in OPTIMIZER_KINDS]
     run = make(ranks, cases, 3)
     batches = []

@@ -1015,6 +1015,47 @@ class ZeroOptimizer(ZeroOptimizer):
 """,
         check="ledger_others",
     ),
+    Mutant(
+        "state_dict",
+        "deletes what it does not need from the caller's dict",
+        """\
+        super().load_state_dict(state_dict | {"state": state})
+""",
+        """\
+        for number in state_dict["state"].keys() - state.keys():
+            del state_dict["state"][number]
+        super().load_state_dict(state_dict | {"state": state})
+""",
+        check="state_dict_other_world",
+    ),
+    Mutant(
+        "schedules_and_groups",
+        "no inner group where a rank owns nothing",
+        """\
+        self.inner.add_param_group(mine)
+        ### END""",
+        """\
+        if mine["params"]:
+            self.inner.add_param_group(mine)
+        ### END""",
+        check="groups_options",
+    ),
+    Mutant(
+        "state_dict",
+        "of a state's options, only the learning rate",
+        """\
+        super().load_state_dict(state_dict | {"state": state})
+        self.inner.state = self.state
+""",
+        """\
+        before = [dict(group) for group in self.param_groups]
+        super().load_state_dict(state_dict | {"state": state})
+        for group, old in zip(self.param_groups, before, strict=True):
+            group |= {key: value for key, value in old.items() if key not in ("params", "lr")}
+        self.inner.state = self.state
+""",
+        check="state_dict_other_world",
+    ),
 ]
 
 LENT = '''\

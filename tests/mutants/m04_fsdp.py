@@ -1261,6 +1261,16 @@ args = tuple(enter(x) if isinstance(x, Tensor) else x for x in args)
     for unit""",
         new="    for unit",
     ),
+    Mutant(
+        problem="prefetch",
+        check="prefetch_values",
+        name="what was gathered ahead in backward for a unit that is not in it stays under way",
+        old="""\
+        for flat in self._flat_shards():
+            flat.reshard()  # gathered ahead, and not used
+""",
+        new="",
+    ),
 ]
 
 ALTERNATIVES = [
