@@ -182,7 +182,8 @@ def play_case(context, wrapper: str | None, group: object, case: dict) -> list:
             optimizer.zero_grad()
             found.append({"left": [None if p.grad is None else float(p.grad.abs().sum()) for p in parameters]})
         elif kind == "save":
-            saved = optimizer.state_dict()
+            with context.span("state_dict"):
+                saved = optimizer.state_dict()
             found.append({"saved": packed(saved)})
         elif kind in ("load", "back"):
             given = rest[0] if kind == "load" else saved

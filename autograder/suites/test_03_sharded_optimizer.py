@@ -613,7 +613,15 @@ def test_zero2_state(ranks, rng):
         fresh = Case(f"{kind['optimizer']}, a state from before the first step is loaded", start, program, **kind)
         fresh.perhaps = "after load_state_dict the state is what was loaded, and nothing of what was there before"
         cases += [case, fresh]
-    make(ranks, cases, 3, "ZeroOptimizer")
+    run = make(ranks, cases, 3, "ZeroOptimizer")
+    for span in (e for e in run.events if e.op == "span"):
+        inside = [e for e in run.of(span.rank) if e.is_collective and span.order < e.order < span.done_order]
+        if inside:
+            fail(
+                expected="state_dict() of a ZeroOptimizer sends nothing: it is the shard's own state",
+                found=f"{inside[0]} (rank {span.rank})",
+                line=inside[0],
+            )
 
 
 # -------------------------------------------------------------------------------------------------------------- ledger

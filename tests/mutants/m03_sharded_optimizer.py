@@ -1056,6 +1056,21 @@ class ZeroOptimizer(ZeroOptimizer):
 """,
         check="state_dict_other_world",
     ),
+    Mutant(
+        "zero2",
+        "state_dict sends",
+        """\
+            copy_options(outer, inner)
+        return self.inner.state_dict()
+""",
+        """\
+            copy_options(outer, inner)
+        dist.barrier(group=self.group)
+        dist.all_gather_object([None] * self.world_size, self.inner.state_dict(), group=self.group)
+        return self.inner.state_dict()
+""",
+        check="zero2_state",
+    ),
 ]
 
 LENT = '''\
