@@ -437,12 +437,14 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_synced",
         name="copies the new file over the old one",
         old="    unfinished.replace(out)\n",
         new="    Path(out).write_bytes(unfinished.read_bytes())\n    unfinished.unlink()\n",
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_disk_full",
         name="replaces even when writing failed",
         old="""\
     with unfinished.open("wb") as file:
@@ -464,12 +466,14 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_killed",
         name="after a crash, the file that was left keeps it from saving again",
         old='    with unfinished.open("wb") as file:\n',
         new='    with unfinished.open("xb") as file:\n',
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_synced",
         name="writes the unfinished file to another folder",
         old='    unfinished = Path(f"{os.fspath(out)}.unfinished")\n',
         new="""\
@@ -480,6 +484,7 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_disk_full",
         name="does not notice that only a part was written: a raw write may be short",
         old="""\
     with unfinished.open("wb") as file:
@@ -497,6 +502,7 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_model",
         name="leaves the unfinished file behind",
         old="    unfinished.replace(out)\n",
         new="""\
@@ -507,12 +513,14 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_synced",
         name="no fsync",
         old="        os.fsync(file.fileno())\n",
         new="",
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_synced",
         name="fsync with a part of the file still in the buffer",
         old='    with unfinished.open("wb") as file:\n        torch.save(state, file)\n        file.flush()\n',
         new="""\
@@ -526,12 +534,14 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_mismatch",
         name="load_state_dict's own error for a model of another shape",
         old="        if saved.get(name) != shapes.get(name):\n",
         new="        if False:\n",
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_mismatch",
         name="does not notice a tensor that is too many",
         old="    for name in saved | shapes:\n",
         new="""\
@@ -542,6 +552,7 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_mismatch",
         name="loads what fits and leaves the rest as it is",
         old="        if saved.get(name) != shapes.get(name):\n",
         new="""\
@@ -551,6 +562,7 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="checkpoint",
+        check="checkpoint_disk_full",
         name="takes paths of one type only",
         old="    if not isinstance(out, str | os.PathLike):\n",
         new="    if not isinstance(out, os.PathLike):\n",
@@ -558,78 +570,91 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     # train
     Mutant(
         problem="train",
+        check="train_schedule",
         name="the schedule is not applied",
         old='            group["lr"] = cosine_lr(\n',
         new="            cosine_lr(\n",
     ),
     Mutant(
         problem="train",
+        check="train_schedule",
         name="the rate of the step after",
         old="                step,\n                max_lr=config.max_lr,\n",
         new="                step + 1,\n                max_lr=config.max_lr,\n",
     ),
     Mutant(
         problem="train",
+        check="train_schedule",
         name="forgets cycle_mult",
         old="                cycle_mult=config.cycle_mult,\n",
         new="",
     ),
     Mutant(
         problem="train",
+        check="train_losses",
         name="weight decay at AdamW's default",
         old="lr=config.max_lr, weight_decay=config.weight_decay)",
         new="lr=config.max_lr)",
     ),
     Mutant(
         problem="train",
+        check="train_losses",
         name="Adam in place of AdamW",
         old="    optimizer = torch.optim.AdamW(model.parameters(), lr",
         new="    optimizer = torch.optim.Adam(model.parameters(), lr",
     ),
     Mutant(
         problem="train",
+        check="train_losses",
         name="gradients add up",
         old="        optimizer.zero_grad()\n",
         new="",
     ),
     Mutant(
         problem="train",
+        check="train_losses",
         name="zeroes the gradients before they are used",
         old="        loss.backward()\n        optimizer.step()\n",
         new="        loss.backward()\n        optimizer.zero_grad()\n        optimizer.step()\n",
     ),
     Mutant(
         problem="train",
+        check="train_losses",
         name="the loss after the update",
         old="        losses.append(loss.item())\n",
         new="        losses.append(model.loss(x, y).item())\n",
     ),
     Mutant(
         problem="train",
+        check="train_losses",
         name="the loss of one extra step",
         old="    for step in range(first, config.steps):\n",
         new="    for step in range(first, config.steps + 1):\n",
     ),
     Mutant(
         problem="train",
+        check="train_losses",
         name="losses as tensors that keep their graphs",
         old="        losses.append(loss.item())\n",
         new="        losses.append(loss)\n",
     ),
     Mutant(
         problem="train",
+        check="train_losses",
         name="seeds in every step, so that all batches are the same",
         old="        x, y = get_batch(",
         new="        seed_everything(config.seed)\n        x, y = get_batch(",
     ),
     Mutant(
         problem="train",
+        check="train_losses",
         name="does not seed",
         old="    seed_everything(config.seed)\n",
         new="",
     ),
     Mutant(
         problem="train",
+        check="train_resumed",
         name="resumes but redraws data: seeds after loading",
         old="    first = 0 if resume is None else load_checkpoint(resume, model, optimizer)\n",
         new="""\
@@ -639,6 +664,7 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="train",
+        check="train_resumed_dropout",
         name="resumes with the right batches and other dropout: draws the batches before once more",
         old="    first = 0 if resume is None else load_checkpoint(resume, model, optimizer)\n",
         new="""\
@@ -650,30 +676,35 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="train",
+        check="train_resumed",
         name="drops the optimizer's state on resuming",
         old="load_checkpoint(resume, model, optimizer)\n",
         new="load_checkpoint(resume, model)\n",
     ),
     Mutant(
         problem="train",
+        check="train_resumed",
         name="makes config.steps more steps after resuming",
         old="    for step in range(first, config.steps):\n",
         new="    for step in range(first, first + config.steps):\n",
     ),
     Mutant(
         problem="train",
+        check="train_resumed",
         name="starts the schedule anew after resuming",
         old="                step,\n                max_lr=config.max_lr,\n",
         new="                step - first,\n                max_lr=config.max_lr,\n",
     ),
     Mutant(
         problem="train",
+        check="train_checkpoints",
         name="saves the number of the step, one less than the steps done",
         old="            save_checkpoint(model, optimizer, done, config.checkpoint_path)\n",
         new="            save_checkpoint(model, optimizer, step, config.checkpoint_path)\n",
     ),
     Mutant(
         problem="train",
+        check="train_checkpoints",
         name="saves before the update",
         old="        optimizer.zero_grad()\n        loss.backward()\n        optimizer.step()\n",
         new="""\
@@ -689,18 +720,21 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="train",
+        check="train_checkpoints",
         name="no checkpoint after the last step",
         old="(done % config.checkpoint_interval == 0 or done == config.steps)",
         new="done % config.checkpoint_interval == 0",
     ),
     Mutant(
         problem="train",
+        check="train_checkpoints",
         name="a checkpoint after the last step only",
         old="(done % config.checkpoint_interval == 0 or done == config.steps)",
         new="done == config.steps",
     ),
     Mutant(
         problem="train",
+        check="train_checkpoints",
         name="counts the interval from 0",
         old="(done % config.checkpoint_interval == 0 or done == config.steps)",
         new="(step % config.checkpoint_interval == 0 or done == config.steps)",
