@@ -146,7 +146,7 @@ class Case:
 
         ("gradients", [tensor or None, ...])   set them by hand
         ("call", function, *arguments)         average them with one of the functions
-        ("step", *inputs)                      forward and backward; without inputs, neither
+        ("step", *inputs)                      forward and backward; without inputs, neither; a dict: by keyword
         ("local", *inputs)                     the same in no_sync
         ("finish",)                            finish_gradient_synchronization()
         ("finish in no_sync",)
@@ -195,7 +195,8 @@ def run_cases(context, wrapper: str | None, cases: list[tuple] | None, members: 
             elif kind in ("step", "local"):
                 with ddp.no_sync() if kind == "local" else context.span("step"), context.span(kind):
                     if rest:
-                        loss = ddp(*rest)
+                        named = {k: v for each in rest if isinstance(each, dict) for k, v in each.items()}
+                        loss = ddp(*[each for each in rest if not isinstance(each, dict)], **named)
                         with context.span("backward"):
                             loss.backward()
             elif kind == "finish":
@@ -242,7 +243,8 @@ def play(case: Case) -> list[list[list[tuple[Expect | None, list, bool]]]]:
                 for p, gradient in zip(mine, rest[0], strict=True):
                     p.grad = None if gradient is None else gradient.double()
             elif kind in ("step", "local") and rest:
-                replica(*_double(rest)).backward()
+                named = {k: v for each in rest if isinstance(each, dict) for k, v in each.items()}
+                replica(*_double([each for each in rest if not isinstance(each, dict)]), **named).backward()
             elif kind == "zero":
                 replica.zero_grad(set_to_none=rest[0])
         due = {"step": True, "local": False}.get(kind, due)
@@ -285,7 +287,7 @@ def misconception(
     def is_(values: Tensor) -> bool:
         return bool(torch.allclose(found.double(), values, rtol=1e-2 if expect.dtype.itemsize < 4 else 1e-5))
 
-    if is_(parameter):
+    if bool(parameter.any()) and is_(parameter):
         return "this is the parameter itself; its gradient is p.grad"
     if p > 1 and is_(expect.values * p):
         return f"it is the sum over the {p} ranks; the average is asked for"
@@ -438,6 +440,8 @@ def expect_messages(run: Run, case: Case, wanted: list[tuple[int, str]], rule: s
             wrong, told = other[0], f"also {len(other)} {other[0].op} of {other[0].numel} elements"
         elif len(found) == 1 < len(wanted):
             perhaps = "all gradients in one message: their dtype is then the widest of them, for all"
+        elif len(found) > len(wanted) and sum(e.numel for e in found) == sum(n for n, _ in wanted):
+            perhaps = "the right elements in too many messages: those of one dtype go together"
         elif len(found) > len(wanted):
             perhaps = "a message more than there must be: is a parameter sent twice, or one that needs no gradient?"
         fail(
@@ -516,6 +520,7 @@ def broadcast(context, model: nn.Module | None, members: list[int] | None, sourc
     own = [t.detach().clone() for t in tensors]
     for p in parameters:
         p.grad = torch.ones_like(p) if p.requires_grad else None
+    has = [p.requires_grad for p in parameters]
     for src in sources:
         context.case(f"src={src}" + (f", group of ranks {members}" if members else ""))
         with torch.no_grad():
@@ -524,7 +529,9 @@ def broadcast(context, model: nn.Module | None, members: list[int] | None, sourc
         context.student.broadcast_module(model, src, group)
         state = {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
         same = [id(p) for p in parameters] == [id(p) for p in model.parameters()]
-        kept = all(p.grad is None or bool((p.grad == 1).all()) for p in model.parameters())
+        kept = all(
+            (p.grad is not None and bool((p.grad == 1).all())) == had for p, had in zip(parameters, has, strict=True)
+        )
         seen.append([state, same, kept, [p.requires_grad for p in model.parameters()]])
     return seen
 
@@ -555,10 +562,12 @@ def expect_broadcast(
                     expected="the parameters of before, with new values",
                     found="other parameters" if not same else "requires_grad changed",
                     line=line,
-                    perhaps="an optimizer that was made before still holds the old ones; copy the values in place",
+                    perhaps="an optimizer that was made before still holds the old ones; copy the values in place"
+                    if not same
+                    else "frozen parameters stay frozen: torch.no_grad() is enough to copy into them",
                 )
             if not kept:
-                fail(case=case, expected="gradients are left alone", found="a gradient changed", line=line)
+                fail(case=case, expected="gradients are left alone", found="a gradient changed or is gone", line=line)
             for name in filter(only, state):
                 wrong = difference(found.get(name), as_is(state[name]))
                 if wrong:

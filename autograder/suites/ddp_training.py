@@ -2,6 +2,7 @@
 
 import importlib
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +43,18 @@ class Training:
         config: fields of `TrainConfig`.
         resume: what is in the checkpoint to go on from.
         single: run module 00's `train` in place of `train_ddp`.
+        slow: all ranks have one disk, on which saving takes a while.
     """
 
     config: dict
     resume: Tensor | None = None
     single: bool = False
+    slow: bool = False
 
 
 def train(context, model: nn.Module, tokens: np.ndarray, run: Training, members: list[int] | None) -> dict | None:
-    """On a rank: one training run. Tells the losses, the batches that the model saw, and the checkpoint's bytes."""
+    """On a rank: one training run. Tells the losses, the batches that the model saw, the iterations that were saved,
+    whether the checkpoint was there on return, and its bytes."""
     group = context.group(members) if members else None
     if model is None:
         return None
@@ -61,9 +65,19 @@ def train(context, model: nn.Module, tokens: np.ndarray, run: Training, members:
     def watch(module: nn.Module, arguments: tuple) -> None:
         batches.append(arguments[0].detach().clone())
 
+    save, saves = baseline.save_checkpoint, []
+
+    def watched_save(model: nn.Module, optimizer: object, iteration: int, out: object) -> None:
+        saves.append(iteration)
+        time.sleep(0.3 if run.slow else 0.0)
+        save(model, optimizer, iteration, out)
+
+    for place in (baseline, student):
+        if getattr(place, "save_checkpoint", None) is save:
+            place.save_checkpoint = watched_save
     model.register_forward_pre_hook(watch)
     with tempfile.TemporaryDirectory() as folder:  # in the job's own, which the driver removes whatever happens
-        path, source = Path(folder) / "checkpoint.pt", None
+        path, source = (Path(folder).parent if run.slow else Path(folder)) / "checkpoint.pt", None
         if run.resume is not None:
             source = Path(folder) / "source.pt"
             source.write_bytes(run.resume.numpy().tobytes())
@@ -72,8 +86,9 @@ def train(context, model: nn.Module, tokens: np.ndarray, run: Training, members:
             losses = baseline.train(model, tokens, config, resume=source)
         else:
             losses = student.train_ddp(model, tokens, config, resume=source, **({"group": group} if members else {}))
-        saved = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) if path.exists() else None
-    return {"losses": losses, "batches": batches, "saved": saved}
+        there = path.exists()
+        saved = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) if there else None
+    return {"losses": losses, "batches": batches, "saves": saves, "there": there, "saved": saved}
 
 
 def run_training(

@@ -95,8 +95,9 @@ def expect_wrapped_averages(ranks: Callable, rng: torch.Generator, wrapper: str)
             programs.append([
                 ("step", *first), ("finish",), ("look",),
                 ("zero", True), ("step", *second, 5.0), ("finish",), ("look",),
+                ("zero", True), ("step", *second, {"scale": 3.0}), ("finish",), ("look",),
             ])  # fmt: skip
-        case = Case("two steps, three dtypes, a tied and a frozen parameter", models, programs, CAP[wrapper])
+        case = Case("three steps, three dtypes, a tied and a frozen parameter", models, programs, CAP[wrapper])
         make(ranks, [case], p, wrapper)
 
 
@@ -158,7 +159,14 @@ def expect_two_backwards(ranks: Callable, rng: torch.Generator, wrapper: str) ->
             ("look",),
         ])  # fmt: skip
     perhaps = "the second backward adds to p.grad while or after its first value is sent; average the sum of both"
-    make(ranks, [Case("two backwards in a step, then zeros", models, programs, CAP[wrapper], perhaps)], 3, wrapper)
+    cases = [Case("two backwards in a step, then zeros", models, programs, CAP[wrapper], perhaps)]
+    models = [terms(rng, SIZES[:4]) for _ in range(3)]
+    programs = [
+        [("step", *inputs(rng, m, [0, 1, 3])), ("step", *inputs(rng, m, [0, 1, 3])), ("finish",), ("look",)]
+        for m in models
+    ]
+    cases.append(Case("two backwards in a step, weights.2 unused", models, programs, CAP[wrapper], perhaps))
+    make(ranks, cases, 3, wrapper)
 
 
 def expect_checkpointing(ranks: Callable, rng: torch.Generator, wrapper: str) -> None:
@@ -315,9 +323,11 @@ def mb(numbers: float) -> float:
     return numbers * 4 / 2**20
 
 
-def expect_buckets(run: Run, case: Case, number: int, buckets: list[list[int]], sizes: list[int], dtype: str) -> None:
-    """The all_reduces of one step carry these buckets, in this order; those of other dtypes may be in between."""
-    wanted = [sum(sizes[i] for i in bucket) for bucket in buckets]
+def expect_buckets(
+    run: Run, case: Case, number: int, buckets: list[list[int]], sizes: list[int], dtype: str, steps: int = 1
+) -> None:
+    """The all_reduces of the steps carry these buckets, in this order; those of other dtypes may be in between."""
+    wanted = [sum(sizes[i] for i in bucket) for bucket in buckets] * steps
     for rank in range(run.world_size):
         sent = sent_in_step(run, rank, number, len(numels(case.models[0])))
         found = [e for e in sent if e.dtype == dtype]
@@ -345,7 +355,7 @@ def expect_buckets(run: Run, case: Case, number: int, buckets: list[list[int]], 
             perhaps = "a bucket exceeds the cap: the gradient that would do so opens the next one; count bytes"
         fail(
             case=case.name,
-            expected=f"buckets of {wanted} elements of {dtype}, in this order",
+            expected=f"buckets of {wanted} elements of {dtype}, in this order{', in two steps' * (steps == 2)}",
             found=f"{sums} (rank {rank})",
             line=found[min(at, len(found) - 1)] if found else None,
             perhaps=perhaps,

@@ -249,11 +249,11 @@ def test_weighted_sync_values(ranks, rng):
 @check("weighted_sync", "a rank without samples adds nothing", weight=3)
 def test_weighted_sync_empty(ranks, rng):
     cases = []
-    for number, what in enumerate(("no gradients", "nan", "zeros", "gradients left from before")):
+    for number, what in enumerate(("no gradients", "nan", "zeros", "gradients left from before", "inf")):
         case = weighted(rng, [[3, 0, 5], [0, 4, 0]][number % 2], f"{what} on a rank without samples")
         for program in case.programs:
             if program[1][2] == 0:
-                fill = {"nan": torch.nan, "zeros": 0.0}.get(what)
+                fill = {"nan": torch.nan, "inf": torch.inf}.get(what)
                 kept = [None if what == "no gradients" else torch.full_like(g, fill or 0.0) for g in program[0][1]]
                 program[0] = ("gradients", program[0][1] if what.startswith("gradients") else kept)
         cases.append(case)
@@ -265,6 +265,7 @@ def test_weighted_sync_large(ranks, rng):
     cases = [
         weighted(rng, [40_000, 30_000, 1000], "float16", torch.float16),
         weighted(rng, [257, 3, 514], "bfloat16", torch.bfloat16),
+        weighted(rng, [1001, 3, 2], "float64", torch.float64),
     ]
     for case in cases:
         case.perhaps = (
@@ -391,6 +392,7 @@ def test_bucketed_composition(ranks, rng):
         ([10, 20, 30, 12, 18, 11], mb(41), "a cap of 41 numbers: one bucket is full to the last byte"),
         ([10, 20, 30, 12, 18, 11], mb(40.5), "a cap of 40.5 numbers"),
         ([11, 12, 50, 13, 14], mb(30), "one gradient is larger than the cap"),
+        ([20, 6, 50, 7, 14], mb(30), "one is larger than the cap, between small ones"),
         ([11, 12, 13], mb(11), "a cap of one gradient"),
         ([11, 12, 13, 14], 25, "a cap of 25 MB"),
         ([40_000, 100_000, 150_000, 112_144], 1.0, "a cap of 1 MB, exactly full"),
@@ -402,6 +404,13 @@ def test_bucketed_composition(ranks, rng):
     run = make(ranks, cases, 2, "BucketedDDP")
     for number, ((sizes, cap, _), case) in enumerate(zip(rows, cases, strict=True)):
         expect_buckets(run, case, number, fill(sizes, cap), sizes, "float32")
+    sizes, frozen = [11, 12, 13, 14], 2
+    models = [terms(rng, [*sizes[:frozen], 15, *sizes[frozen:]]) for _ in range(2)]
+    for model in models:
+        model.weights[frozen].requires_grad_(False)
+    case = Case("a frozen parameter between the others", models, steps(rng, models), (mb(28),))
+    run = make(ranks, [case], 2, "BucketedDDP")
+    expect_buckets(run, case, 0, fill(sizes, mb(28)), sizes, "float32")
 
 
 @check("bucketed", "a bucket holds one dtype", weight=2)
@@ -434,6 +443,10 @@ def test_bucketed_order(ranks, rng):
         buckets = fill(sizes, cap)
         expect_buckets(run, case, 0, buckets, sizes, "float32")
         expect_sent_in_backward(run, case, buckets, sizes)
+    one, two = (steps(rng, models, [order, order]) for _ in (1, 2))
+    programs = [[*a, ("zero", True), *b] for a, b in zip(one, two, strict=True)]
+    case = Case("the second bucket is complete before the first, two steps", models, programs, (cap,))
+    expect_buckets(make(ranks, [case], 2, "BucketedDDP"), case, 0, buckets, sizes, "float32", steps=2)
 
 
 @check("bucketed", "nothing is waited for in backward", weight=1)
@@ -532,11 +545,34 @@ def test_train_ddp_resume(ranks, rng):
             line=where,
             perhaps="the ranks have one disk: two that write to one path spoil the file",
         )
+    if first.values[0]["saves"] != [2, 3]:
+        fail(
+            case="3 steps on 2 ranks, checkpoint_interval 2",
+            expected="rank 0 saves after step 2, and after the last one, 3",
+            found=f"it saves after steps {first.values[0]['saves']}",
+            line=where,
+        )
     for p in (3, 1):
         run = run_training(ranks, [small_gpt(rng) for _ in range(p)], tokens, Training(whole, saved[0]))
         expect_losses(ranks, run, wanted[3:], list(range(p)), f"saved by 2 ranks after 3 of 6 steps, resumed on {p}")
     alone = run_training(ranks, [small_gpt(rng)], tokens, Training(whole, saved[0], single=True))
     expect_losses(ranks, alone, wanted[3:], [0], "saved by 2 ranks after 3 of 6 steps, resumed by module 00's train")
+
+
+@check("train_ddp", "when it returns on any rank, the last checkpoint is on the disk", weight=1)
+def test_train_ddp_returns(ranks, rng):
+    config = draw_settings(rng, 2)
+    models = [small_gpt(rng) for _ in range(3)]
+    run = run_training(ranks, models, random_tokens(rng), Training(config, slow=True))
+    absent = [rank for rank in range(3) if not run.values[rank]["there"]]
+    if absent:
+        fail(
+            case="2 steps on 3 ranks, the disk is slow",
+            expected="the file is there when train_ddp returns, on every rank",
+            found=f"ranks {absent} return before rank 0 has saved it",
+            line=ranks.definition("train_ddp"),
+            perhaps="the others must wait for the rank that saves: a barrier after the last save",
+        )
 
 
 @check("train_ddp", "in a group, its first rank is the one that counts", weight=1)

@@ -74,8 +74,8 @@ def broadcast_module(module: nn.Module, src: int | None = None, group: dist.Proc
     """Make all ranks' modules equal to that of one rank: parameters, frozen ones too, and buffers.
 
     The values change in place, so that an optimizer which knows the parameters stays right; gradients are left alone.
-    Asked beyond the values: a tensor that several places share is sent once, nothing is sent in another dtype. In how
-    many messages is open.
+    Asked beyond the values: the tensors travel by broadcast, one that several places share is sent once, nothing is
+    sent in another dtype. In how many messages is open.
 
     Args:
         module: of the same structure on every rank.
@@ -177,8 +177,8 @@ def average_gradients_weighted(module: nn.Module, num_samples: int, group: dist.
 
     A rank without samples adds nothing, whatever its gradients are: the mean of no numbers is nan. No intermediate
     result is much larger than the gradients, so that nothing overflows in float16. Asked beyond the values: the
-    gradients' elements travel once, in their dtype, in as many messages as you like; the numbers of samples in one
-    further small one.
+    gradients' elements travel once, by all_reduce in their dtype, in as many messages as you like; the numbers of
+    samples in one further small one.
 
     Args:
         module: after backward of a mean; on a rank without samples, backward may not have been called.
@@ -216,8 +216,10 @@ class OverlappedDDP(nn.Module):
     * What has been accumulated in `p.grad` is averaged, not only what the last backward has added: in steps of several
       micro-batches all but the last run in `no_sync`. It makes no difference whether gradients were None or zeros
       before.
-    * Every rank may call backward twice before it finishes (two losses; a tied weight in two reentrant checkpoints is
-      twice ready in one backward). The sum of both is averaged. How often it is sent then is open.
+    * Backward may be called twice before a step is finished (two losses; a tied weight in two reentrant checkpoints is
+      twice ready in one backward): on every rank then, and with parameters that are reached twice on all of them. The
+      sum of both is averaged. How often it is sent then is open.
+    * `parameters()` of the wrapper are those of the module.
 
     Args:
         module: the model, of the same structure on every rank. Which parameters require a gradient stays as it is.

@@ -4,7 +4,7 @@ What a mutant gets wrong is said in its name. Many are right on two ranks, on a 
 one dtype and contiguous, or in a step that is one forward and one backward.
 """
 
-from tests.mutants import Alternative, Mutant
+from tests.mutants import Alternative, Mutant, Rewrite
 
 START = "    message = torch.cat([p.grad.flatten() for p in parameters]).mul_(weight)\n"
 HOOK = """\
@@ -854,6 +854,119 @@ def average_gradients_flat""",
         name="divides the batch size by the number of ranks, and then the batch",
         old="        batch = get_batch(tokens, config.batch_size, config.context_length, device)\n",
         new="        batch = get_batch(tokens, config.batch_size // size * size // 2, config.context_length, device)\n",
+    ),
+    # parts of a rule that are easily left out
+    Mutant(
+        problem="bucketed",
+        check="bucketed_composition",
+        name="a gradient over the cap leaves the open bucket open",
+        old="""\
+            bucket = current[p.dtype] = []
+""",
+        new="""\
+            bucket = []
+            if p.nbytes <= cap:
+                current[p.dtype] = bucket
+""",
+    ),
+    Mutant(
+        problem="bucketed",
+        check="bucketed_composition",
+        name="frozen parameters take up room",
+        old="""\
+        self.buckets = fill_buckets(trainable(module)[::-1], bucket_cap_mb * 2**20)
+""",
+        new="""\
+        buckets = fill_buckets(list(module.parameters())[::-1], bucket_cap_mb * 2**20)
+        self.buckets = [kept for b in buckets if (kept := [p for p in b if p.requires_grad])]
+""",
+    ),
+    Rewrite(
+        problem="bucketed",
+        check="bucketed_order",
+        name="buckets are filled anew in the order of the first backward",
+        source="""\
+class BucketedDDP(BucketedDDP):
+    def __init__(self, module, bucket_cap_mb, group=None):
+        super().__init__(module, bucket_cap_mb, group)
+        self.seen, self.cap = [], bucket_cap_mb * 2**20
+        for p in trainable(module):
+            p.register_post_accumulate_grad_hook(self.seen.append)
+
+    def finish_gradient_synchronization(self):
+        super().finish_gradient_synchronization()
+        if sorted(map(id, self.seen)) == sorted(id(p) for b in self.buckets for p in b):
+            self.buckets = fill_buckets(self.seen, self.cap)
+        self.seen.clear()
+""",
+    ),
+    Mutant(
+        problem="overlapped",
+        check="overlapped_two_backwards",
+        name="a second backward counts where all gradients were there",
+        old="        if self.outdated:  # by",
+        new="        if self.outdated and len(self.ready) == len(self.buckets):  # by",
+    ),
+    Mutant(
+        problem="overlapped",
+        check="overlapped_values",
+        name="arguments by keyword are lost",
+        old="""\
+        return self.module(*args, **kwargs)
+""",
+        new="""\
+        return self.module(*args)
+""",
+    ),
+    Mutant(
+        problem="weighted_sync",
+        check="weighted_sync_empty",
+        name="clears nan, but not inf",
+        old="""\
+    if num_samples == 0:
+        for p in parameters:
+            p.grad = None  # 0 * nan is nan
+""",
+        new="""\
+    for p in parameters:
+        if num_samples == 0 and p.grad is not None:
+            p.grad = torch.where(p.grad.isnan(), 0.0, p.grad)
+""",
+    ),
+    Mutant(
+        problem="weighted_sync",
+        check="weighted_sync_large",
+        name="the total in bfloat16",
+        old="total = torch.tensor(num_samples, device=device)",
+        new="total = torch.tensor(num_samples, device=device, dtype=torch.bfloat16)",
+    ),
+    Mutant(
+        problem="train_ddp",
+        check="train_ddp_resume",
+        name="saves after the last step only",
+        old="due = done % config.checkpoint_interval == 0 or done == config.steps",
+        new="due = done == config.steps",
+    ),
+    Mutant(
+        problem="train_ddp",
+        check="train_ddp_returns",
+        name="no barrier after the last checkpoint",
+        old="""\
+    dist.barrier(group)  # nobody is ahead of the last checkpoint
+""",
+        new="",
+    ),
+    Mutant(
+        problem="broadcast_module",
+        check="broadcast_module_parameters",
+        name="gradients are cleared",
+        old="""\
+            tensor.copy_(message)
+""",
+        new="""\
+            tensor.copy_(message)
+        tensor.grad = None
+""",
     ),
 ]
 
