@@ -1190,6 +1190,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"param_groups": groups, "state": state}
 
     def load_state_dict(self, state_dict):
+        if [len(g["params"]) for g in state_dict["param_groups"]] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError("other groups")
         numbers = [n for g in state_dict["param_groups"] for n in g["params"]]
         number_of = {id(p): n for p, n in zip(self.flat_order, numbers)}
         for g, saved, inner in zip(self.param_groups, state_dict["param_groups"], self.inners):

@@ -525,7 +525,7 @@ True)
 """,
         new="""\
         for flat in self.units[i]:
-            if flat.shard.requires_grad and flat.params[-1].grad is not None:
+            if flat.shard.requires_grad and all(p.grad is not None for p in flat.params):
                 flat.reduce_gradient()
             flat.reshard()
 """,
@@ -1473,10 +1473,10 @@ class FSDP(FSDP):
         total = torch.linalg.vector_norm(torch.stack(norms)).double().square().reshape(1)
         dist.all_reduce(total, group=self.group)
         norm = total.sqrt()
-        if norm > max_norm:
+        if norm + 1e-6 > max_norm:
             for p in self.parameters():
                 if p.grad is not None:
-                    p.grad = p.grad * (max_norm / norm).to(p.dtype)
+                    p.grad = p.grad * (max_norm / (norm + 1e-6)).to(p.dtype)
         return norm
 
     def full_state_dict(self):
@@ -1495,6 +1495,9 @@ class FSDP(FSDP):
         return state
 
     def load_full_state_dict(self, state):
+        own = self.module.state_dict()
+        if set(own) ^ set(state) or any(own[name].shape != state[name].shape for name in own):
+            raise ValueError("not this module's state")
         by_id = {id(p): name for name, p in self.module.named_parameters(remove_duplicate=False)}
         for flat in self._flat_shards():
             padded = flat.shard.new_zeros(flat.size * flat.length)
@@ -1513,6 +1516,8 @@ class FSDP(FSDP):
         source='''\
 def checkpoint_units(module, units):
     """The older kind: backward in backward."""
+    if any(unit not in list(module.modules()) for unit in units):
+        raise ValueError("not the module's")
     for unit in units:
 
         def forward(*args, inner=unit.forward, **kwargs):
