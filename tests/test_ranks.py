@@ -255,6 +255,12 @@ def group_not_made_by_all(context):
         dist.new_group([0, 1])
 
 
+def group_not_passed_on(context):
+    context.group([1, 2])
+    if context.rank:
+        dist.all_reduce(torch.ones(1))
+
+
 def on_a_thread(context):
     thread = threading.Thread(target=dist.recv, args=(torch.ones(1), 1 - context.rank))
     thread.start()
@@ -282,6 +288,7 @@ DEADLOCKS = [
     (wrong_peer, 3, ["waits in recv from 2", "waits in send to 1"], "is the peer right?"),
     (wrong_tag, 2, ["dist.send(tensor, 1, tag=3)"], "the tags differ: rank 0 has 3"),
     (group_not_made_by_all, 2, ["waits in new_group", "dist.new_group([0, 1])"], "every rank must call new_group"),
+    (group_not_passed_on, 3, ["waits in all_reduce"], "its group is [1, 2]: is `group` passed on?"),
     (on_a_thread, 2, ["waits in recv from 0"], "none has sent"),
 ]
 
