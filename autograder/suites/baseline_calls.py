@@ -72,7 +72,7 @@ def memory_growth(context, megabytes: int) -> float:
 
 def distinct_tokens(rng: torch.Generator, length: int, dtype: type = np.uint16) -> np.ndarray:
     """Tokens that are all different, the highest ones that the dtype has room for: a token tells its position."""
-    top = min(np.iinfo(dtype).max, 2**20)
+    top = min(np.iinfo(dtype).max, 2**40)
     return (top - torch.randperm(length, generator=rng).numpy()).astype(dtype)
 
 
@@ -130,20 +130,47 @@ GENERATORS = {
 }
 
 
+def torch_flags() -> list[bool]:
+    """What makes torch compute the same from the same numbers, or not."""
+    flags = ("deterministic_algorithms", "cudnn_deterministic", "cudnn_benchmark")
+    return [getattr(torch._C, f"_get_{flag}")() for flag in flags]  # torch.backends.cudnn cannot travel to a rank
+
+
 def drawn_after_seeding(context, calls: list[tuple[int, int]]) -> list[dict]:
-    """On a rank: what each generator gives first after each call, the state before being another each time."""
-    found = []
+    """On a rank: what each generator gives first after each call, the state before being another each time.
+
+    "devices" is whether torch.cuda was asked for anything that leads to other devices' generators (torch.manual_seed
+    asks, too); it is watched before the student's file is loaded.
+    """
+    found, asked = [], []
+
+    def watch(name: str) -> None:
+        original = getattr(torch.cuda, name)
+
+        def noted(*args, **settings):
+            asked.append(name)
+            return original(*args, **settings)
+
+        setattr(torch.cuda, name, noted)
+
+    for name in ("manual_seed_all", "is_available", "is_initialized", "device_count"):
+        watch(name)
     for number, (seed, rank) in enumerate(calls):
         random.seed(number + 10**9)
         np.random.seed(number + 10**9)
         torch.manual_seed(number + 10**9)
         context.case(f"seed_everything({seed}, rank={rank})" if rank else f"seed_everything({seed})")
-        context.student.seed_everything(*([seed, rank] if rank else [seed]))
+        seed_everything, flags = context.student.seed_everything, torch_flags()
+        asked.clear()
+        seed_everything(*([seed, rank] if rank else [seed]))
         found.append(
             {
                 "Python": random.random(),
                 "numpy": float(np.random.random()),
                 "torch": torch.rand(1, dtype=torch.float64).item(),
+                "torch's seed": torch.initial_seed(),
+                "devices": bool(asked),
+                "flags kept": torch_flags() == flags,
             }
         )
     return found
@@ -179,6 +206,34 @@ def expect_seeded(ranks: Callable, calls: list[tuple[int, int]], generators: lis
                 line=ranks.definition("seed_everything"),
                 perhaps=hint,
             )
+        if "torch" in generators:
+            expect_torch_seeded(found, f"seed_everything({seed}, rank={rank})", seed + rank, ranks)
+
+
+def expect_torch_seeded(found: dict, case: str, seed: int, ranks: Callable) -> None:
+    """What the numbers of torch's generator on a CPU do not tell."""
+    facts = {"case": case, "line": ranks.definition("seed_everything")}
+    if found["torch's seed"] != seed:
+        fail(
+            expected=f"torch seeded with {seed}, as torch.initial_seed() tells",
+            found=str(found["torch's seed"]),
+            perhaps="torch's generator on a CPU uses the lowest 32 bits of its seed, that on a GPU all of them",
+            **facts,
+        )
+    if not found["devices"]:
+        fail(
+            expected="torch's generators seeded on every device",
+            found="the one of the CPU only",
+            perhaps="torch.manual_seed seeds all of them",
+            **facts,
+        )
+    if not found["flags kept"]:
+        fail(
+            expected="use_deterministic_algorithms and the settings of torch.backends.cudnn as they were",
+            found="others",
+            perhaps="whether a device computes the same from the same numbers is for its caller to choose",
+            **facts,
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ cosine_lr
@@ -217,6 +272,8 @@ def expect_rates(ranks: Callable, rows: list[tuple[int, dict]]) -> None:
     run = ranks(rates, 1, rows)
     for (step, schedule), found in zip(rows, run.values[0], strict=True):
         wrong = numbers_agree(found, learning_rate(step, **schedule), rtol=1e-9)
+        if not wrong and not isinstance(found, float):
+            wrong = f"{learning_rate(step, **schedule):.9g}, a float", f"of type {type(found).__name__}"
         if wrong:
             fail(
                 case=lr_case(step, schedule),

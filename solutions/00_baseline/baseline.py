@@ -100,7 +100,8 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     (`torch.use_deterministic_algorithms`) and is not touched.
 
     Args:
-        seed: at least 0, of any size. numpy takes seeds below 2**32 only: it gets (seed + rank) modulo 2**32.
+        seed: at least 0; seed + rank is below 2**63. numpy takes seeds below 2**32 only: it gets (seed + rank) modulo
+            2**32.
         rank: of this process.
     """
     ### BEGIN SOLUTION

@@ -114,6 +114,27 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_windows",
+        name="goes through int32, too small for the upper half of uint32",
+        old="torch.from_numpy(windows.astype(np.int64))",
+        new="torch.from_numpy(windows.astype(np.int32).astype(np.int64))",
+    ),
+    Mutant(
+        problem="get_batch",
+        check="get_batch_windows",
+        name="goes through uint32, too small for int64",
+        old="torch.from_numpy(windows.astype(np.int64))",
+        new="torch.from_numpy(windows.astype(np.uint32).astype(np.int64))",
+    ),
+    Mutant(
+        problem="get_batch",
+        check="get_batch_device",
+        name="draws on the device",
+        old="torch.randint(0, len(tokens) - context_length, (batch_size,)).tolist()",
+        new="torch.randint(0, len(tokens) - context_length, (batch_size,), device=device).tolist()",
+    ),
+    Mutant(
+        problem="get_batch",
         check="get_batch_short",
         name="says nothing of a file that is too short",
         old="    if len(tokens) < context_length + 1:\n",
@@ -175,6 +196,41 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         name="numpy refuses a large seed",
         old="np.random.seed((seed + rank) % 2**32)",
         new="np.random.seed(seed + rank)",
+    ),
+    Mutant(
+        problem="seed_everything",
+        check="seed_large",
+        name="torch gets the seed modulo 2**32 too, and a GPU other numbers",
+        old="torch.manual_seed(seed + rank)",
+        new="torch.manual_seed((seed + rank) % 2**32)",
+    ),
+    Mutant(
+        problem="seed_everything",
+        check="seed_large",
+        name="numpy's seed goes through a float",
+        old="np.random.seed((seed + rank) % 2**32)",
+        new="np.random.seed(int(math.fmod(seed + rank, 2**32)))",
+    ),
+    Mutant(
+        problem="seed_everything",
+        check="seed_torch",
+        name="seeds torch on the CPU only",
+        old="torch.manual_seed(seed + rank)",
+        new="torch.default_generator.manual_seed(seed + rank)",
+    ),
+    Mutant(
+        problem="seed_everything",
+        check="seed_torch",
+        name="asks for deterministic algorithms as well",
+        old="    torch.manual_seed(seed + rank)  # all devices\n",
+        new="    torch.manual_seed(seed + rank)\n    torch.use_deterministic_algorithms(True)\n",
+    ),
+    Mutant(
+        problem="seed_everything",
+        check="seed_torch",
+        name="sets cudnn's flags as well",
+        old="    torch.manual_seed(seed + rank)  # all devices\n",
+        new="    torch.manual_seed(seed + rank)\n    torch.backends.cudnn.deterministic = True\n",
     ),
     # cosine_lr
     Mutant(
@@ -253,6 +309,60 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         name="cuts the length of a cycle off instead of rounding it",
         old="        length = round(cycle_mult * length)\n",
         new="        length = int(cycle_mult * length)\n",
+    ),
+    Mutant(
+        problem="cosine_lr",
+        check="lr_growing_cycles",
+        name="rounds halves up",
+        old="        length = round(cycle_mult * length)\n",
+        new="        length = int(cycle_mult * length + 0.5)\n",
+    ),
+    Mutant(
+        problem="cosine_lr",
+        check="lr_growing_cycles",
+        name="remembers the cycles of another cycle_mult",
+        old="""\
+    while t >= length:
+        t -= length
+        length = round(cycle_mult * length)
+""",
+        new="""\
+    known = globals().setdefault("known", {}).setdefault((warmup_steps, cycle_steps), [])
+    for n in range(step):
+        if t < length:
+            break
+        t -= length
+        if len(known) == n:
+            known.append(round(cycle_mult * length))
+        length = known[n]
+""",
+    ),
+    Mutant(
+        problem="cosine_lr",
+        check="lr_growing_cycles",
+        name="finds the cycle by a logarithm, which may be just below a whole number",
+        old="    while t >= length:\n",
+        new="""\
+    if cycle_mult == 3:
+        cycle = int(math.log(2 * t / length + 1, 3))
+        t -= length * (3**cycle - 1) // 2
+        return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * t / length / 3**cycle)) / 2
+    while t >= length:
+""",
+    ),
+    Mutant(
+        problem="cosine_lr",
+        check="lr_restart",
+        name="ten cycles at most",
+        old="    while t >= length:\n",
+        new="    for _ in range(10):\n        if t < length:\n            break\n",
+    ),
+    Mutant(
+        problem="cosine_lr",
+        check="lr_cycle",
+        name="the rate as a tensor",
+        old="(1 + math.cos(math.pi * t / length)) / 2",
+        new="(1 + torch.tensor(math.pi * t / length, dtype=torch.float64).cos()) / 2",
     ),
     Mutant(
         problem="cosine_lr",
