@@ -152,12 +152,14 @@ def save_checkpoint(
 ) -> None:
     """Save all that a run needs to go on: model, optimizer, iteration, and the states of the global generators.
 
-    `torch.load(weights_only=True)` must be able to read the file. Saving changes nothing, no generator either.
+    `torch.load(weights_only=True)` must be able to read the file. Saving changes nothing: neither the model, its
+    gradients and whether it is in train or eval mode, nor the optimizer, nor a generator.
 
     If `out` is a path, the process may be killed at any moment and the disk may be full: the path holds the checkpoint
     of before or the new one, whole, never less, and the next save works. So: write another file in the same folder,
     `os.fsync` it (it is on the disk then), and only then `os.replace` the old file by it (all at once, within one file
-    system). After a save that has returned, the folder holds no other file than before and `out`.
+    system). After a save that has returned, the folder holds no other file than before and `out`; one that has failed
+    raises the error that it met.
 
     Args:
         model: as it is in training. Pass the bare model: a wrapper such as DistributedDataParallel puts `module.`
@@ -188,7 +190,7 @@ def load_checkpoint(
 
     Raises:
         ValueError: a tensor of the model is missing in the checkpoint, or one is too many, or one has another shape.
-            The message has the tensor's name, and the model is as it was.
+            The message has the tensor's name, and the model, the optimizer and the generators are as they were.
     """
     raise NotImplementedError("not implemented yet")
 

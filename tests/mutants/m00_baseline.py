@@ -677,6 +677,172 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         old="    if not isinstance(out, str | os.PathLike):\n",
         new="    if not isinstance(out, os.PathLike):\n",
     ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="writes a file object from its beginning",
+        old="""\
+    if not isinstance(out, str | os.PathLike):
+        torch.save(state, out)
+""",
+        new="""\
+    if not isinstance(out, str | os.PathLike):
+        out.seek(0)
+        torch.save(state, out)
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="reads a file object from its beginning",
+        old="    state = torch.load(source, map",
+        new="""\
+    if not isinstance(source, str | os.PathLike):
+        source.seek(0)
+    state = torch.load(source, map""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="closes the file object that it was given",
+        old="""\
+    if not isinstance(out, str | os.PathLike):
+        torch.save(state, out)
+""",
+        new="""\
+    if not isinstance(out, str | os.PathLike):
+        torch.save(state, out)
+        out.close()
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="leaves the model in eval mode",
+        old='        "model": model.state_dict(),\n',
+        new='        "model": model.eval().state_dict(),\n',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="drops the gradients",
+        old='        "model": model.state_dict(),\n',
+        new='        "model": optimizer.zero_grad() or model.state_dict(),\n',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="saves float32, whatever the model has",
+        old='        "model": model.state_dict(),\n',
+        new='        "model": {name: tensor.float() for name, tensor in model.state_dict().items()},\n',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="the iteration as a tensor",
+        old='    return state["iteration"]\n',
+        new='    return torch.tensor(state["iteration"])\n',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_random",
+        name="restores the generators only where there is an optimizer",
+        old='    set_random_states(state["random"])\n',
+        new="""\
+    if optimizer is not None:
+        set_random_states(state["random"])
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_random",
+        name="draws the name of the unfinished file",
+        old='{os.fspath(out)}.unfinished")',
+        new='{os.fspath(out)}.{random.randrange(10**9)}")',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_random",
+        name="draws the name of the unfinished file from numpy",
+        old='{os.fspath(out)}.unfinished")',
+        new='{os.fspath(out)}.{np.random.randint(10**9)}")',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_mismatch",
+        name="compares the numbers of elements only",
+        old="""\
+    saved = {name: list(tensor.shape) for name, tensor in state["model"].items()}
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+""",
+        new="""\
+    for name, tensor in model.state_dict().items():
+        if name in state["model"] and state["model"][name].numel() == tensor.numel():
+            state["model"][name] = state["model"][name].reshape(tensor.shape)
+    saved = {name: list(tensor.shape) for name, tensor in state["model"].items()}
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_mismatch",
+        name="goes by the order of the tensors, not by their names",
+        old="    saved = {name: list(",
+        new="""\
+    if len(state["model"]) == len(model.state_dict()):
+        state["model"] = dict(zip(model.state_dict(), state["model"].values(), strict=True))
+    saved = {name: list(""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_mismatch",
+        name="sets the generators before it looks at the model",
+        old="    saved = {name: list(",
+        new='    set_random_states(state["random"])\n    saved = {name: list(',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_disk_full",
+        name="says nothing when the disk is full",
+        old="""\
+    with unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(out)
+""",
+        new="""\
+    try:
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(out)
+    except (OSError, RuntimeError):
+        pass
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_synced",
+        name="replaces texts and Paths only",
+        old="    if not isinstance(out, str | os.PathLike):\n",
+        new="    if not isinstance(out, str | Path):\n",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_synced",
+        name="the unfinished file has the name of one that ends in .tmp",
+        old='Path(f"{os.fspath(out)}.unfinished")',
+        new='Path(out).with_suffix(".tmp")',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_synced",
+        name="the unfinished file has one fixed name",
+        old='Path(f"{os.fspath(out)}.unfinished")',
+        new='Path(out).with_name("checkpoint.pt.tmp")',
+    ),
     # train
     Mutant(
         problem="train",
@@ -993,7 +1159,7 @@ def save_checkpoint(model, optimizer, iteration, out):
     state = dict(
         model=model.state_dict(), optimizer=optimizer.state_dict(), iteration=iteration, random=random_states()
     )
-    if not isinstance(out, (str, Path)):
+    if not isinstance(out, (str, os.PathLike)):
         return torch.save(state, out)
     beside = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.{os.getpid()}")
     torch.save(state, beside)
