@@ -211,7 +211,9 @@ def train(
     s = 0, 1, ..., config.steps - 1 draws its batch by one call of `get_batch` with config.batch_size sequences, on the
     model's device; nothing but the model draws other random numbers. Then it takes one step of `torch.optim.AdamW` on
     all parameters, with learning rate `cosine_lr(s)`, weight decay config.weight_decay, and AdamW's defaults for the
-    rest. (In module 02 every rank draws the same global batch in this way and keeps its own rows of it.)
+    rest. (In module 02 every rank draws the same global batch in this way and keeps its own rows of it.) A step calls
+    `model.loss` once, on the whole batch. Gradients that the model has before the run play no part in it, and train or
+    eval mode stays as it is.
 
     Unless config.checkpoint_path is None, a checkpoint is saved there when the number of steps done is a multiple of
     config.checkpoint_interval, and after the last step.
@@ -223,6 +225,6 @@ def train(
         resume: a checkpoint of this run, to go on from; the model's weights are replaced by its.
 
     Returns:
-        For each step that this call has made, the loss of its batch before the weights were updated.
+        For each step that this call has made, the loss of its batch before the weights were updated; for none, [].
     """
     raise NotImplementedError("not implemented yet")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autograder.lab.gpt import tiny
-from autograder.suites.kit import draw_int, dtype_name, fail, learning_rate, numbers_agree
+from autograder.suites.kit import draw_int, dtype_name, fail, learning_rate, numbers_agree, one_thread
 
 # ------------------------------------------------------------------------------------------------------------ get_batch
 
@@ -298,7 +298,7 @@ def draw_schedule(rng: torch.Generator, **fixed: float) -> dict:
 
 
 class Noisy(nn.Module):
-    """A model that draws random numbers of its own."""
+    """A model that draws random numbers of its own, from all generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,8 @@ class Noisy(nn.Module):
         self.head = nn.Linear(16, 64)
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.head(self.drop(self.token(tokens))).flatten(0, 1), targets.flatten())
+        inner = self.drop(self.token(tokens)) * (1 + random.random() + np.random.random())
+        return F.cross_entropy(self.head(inner).flatten(0, 1), targets.flatten())
 
 
 MODELS = {"gpt": tiny, "dropout": Noisy, "float32": lambda: tiny(torch.float32)}
@@ -332,12 +333,14 @@ def one_run(
         kind: which model, with which weights.
         settings: for TrainConfig; "checkpoint_path" is put into the folder.
         stop_at: step in whose forward the run ends.
-        checkpoint: bytes, as a tensor, of the file to resume from.
+        checkpoint: bytes, as a tensor, of the file to resume from: by its path, for "dropout" as a file object.
     """
     random.seed(10**9)  # states that no run depends on
     np.random.seed(10**9)
     torch.manual_seed(10**9)
     model = model_with(kind, weights).to(context.device)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)  # left over from something else
     loss, calls, lrs = model.loss, [], []
 
     def watched_loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -357,8 +360,9 @@ def one_run(
         config = context.student.TrainConfig(**settings)
         resume = {}
         if checkpoint is not None:
-            Path("resumed.pt").write_bytes(bytes(checkpoint.tolist()))
-            resume = {"resume": f"{folder}/resumed.pt"}
+            content = bytes(checkpoint.tolist())
+            Path("resumed.pt").write_bytes(content)
+            resume = {"resume": io.BytesIO(content) if kind == "dropout" else f"{folder}/resumed.pt"}
         try:
             losses = context.student.train(model, tokens, config, **resume)
         except Stopped:
@@ -369,7 +373,15 @@ def one_run(
             saved = torch.from_numpy(np.fromfile(files[0], np.uint8))
         os.chdir("/")
     hook.remove()
-    return {"losses": losses, "batches": calls, "lrs": lrs, "model": model.state_dict(), "files": files, "saved": saved}
+    return {
+        "losses": losses,
+        "batches": calls,
+        "lrs": lrs,
+        "model": model.state_dict(),
+        "training": model.training,
+        "files": files,
+        "saved": saved,
+    }
 
 
 def load_saved(context, kind: str, saved: torch.Tensor) -> list:
@@ -377,6 +389,22 @@ def load_saved(context, kind: str, saved: torch.Tensor) -> list:
     model = MODELS[kind]()
     iteration = context.student.load_checkpoint(io.BytesIO(bytes(saved.tolist())), model)
     return [iteration, model.state_dict()]
+
+
+def losses_of(model: nn.Module, tokens: np.ndarray, settings: dict) -> list[float]:
+    """The losses of a run whose learning rate is 0, after seeding all generators, which are put back."""
+    python, numpy, found = random.getstate(), np.random.get_state(), []
+    with torch.random.fork_rng(devices=[]), one_thread():
+        for seeded in (random.seed, np.random.seed, torch.default_generator.manual_seed):
+            seeded(settings["seed"])
+        length = settings["context_length"]
+        for _ in range(settings["steps"]):
+            starts = torch.randint(0, len(tokens) - length, (settings["batch_size"],)).tolist()
+            windows = torch.tensor(np.stack([tokens[s : s + length + 1] for s in starts]).astype(np.int64))
+            found.append(model.loss(windows[:, :-1], windows[:, 1:]).item())
+    random.setstate(python)
+    np.random.set_state(numpy)
+    return found
 
 
 def start_train(
@@ -436,7 +464,10 @@ def expect_same_losses(found: list, wanted: list, settings: dict, line: str) -> 
     for step, pair in enumerate(zip(found, wanted, strict=True)):
         wrong = numbers_agree(*pair)
         if wrong:
-            hint = "gradients add up until zero_grad; weight_decay is the config's; betas and eps are AdamW's defaults"
+            hint = (
+                "gradients add up until zero_grad; weight_decay is the config's; betas and eps are AdamW's defaults; "
+            )
+            hint += "all parameters are trained, gradients are not clipped, and a loss is that of one step"
             fail(
                 case=f"{settings_case(settings)}, step {step}",
                 expected=f"loss {wrong[0]}",

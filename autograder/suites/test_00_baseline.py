@@ -22,6 +22,8 @@ from autograder.suites.baseline_calls import (
     expect_seeded,
     initial_weights,
     load_saved,
+    losses_of,
+    lr_misread,
     memory_growth,
     model_with,
     settings_case,
@@ -510,7 +512,9 @@ def test_train_losses(ranks, rng):
             expected=f"one call of model.loss in each step, {settings['steps']} in all",
             found=f"{calls} calls",
             line=line,
-            perhaps="the loss of a step is that of its batch before the weights are updated",
+            perhaps="the loss of a step is that of its batch before the weights are updated"
+            if calls
+            else "the loss is what model.loss(x, y) returns, whatever the model is",
         )
     pairs = zip(found["batches"], wanted["batches"], strict=True)
     step = next((s for s, (a, b) in enumerate(pairs) if a != b.tolist()), None)
@@ -527,7 +531,7 @@ def test_train_losses(ranks, rng):
 
 @check("train", "each step has the learning rate that cosine_lr gives for it", weight=4)
 def test_train_schedule(ranks, rng):
-    settings = draw_settings(rng)
+    settings = draw_settings(rng, warmup_steps=6, cycle_steps=2)  # a warm-up of more than half of the 11 steps
     weights, tokens = initial_weights(rng, "gpt"), text(rng)
     found = start_train(ranks, "gpt", weights, tokens, settings)
     wanted = reference_run(model_with("gpt", weights), tokens, settings)
@@ -549,7 +553,8 @@ def test_train_schedule(ranks, rng):
                 expected=f"step {step} with learning rate {wrong[0]}",
                 found=wrong[1],
                 line=line,
-                perhaps="set the rate in optimizer.param_groups before optimizer.step(); step 0 is the first",
+                perhaps=lr_misread(lrs[0], step, {name: settings[name] for name in SCHEDULE})
+                or "set the rate in optimizer.param_groups before optimizer.step(); step 0 is the first",
             )
     expect_same_losses(found["losses"], wanted["losses"], settings, line)
 
@@ -591,6 +596,8 @@ def test_train_checkpoints(ranks, rng):
         wrong = numbers_agree(iteration, wanted)
         if wrong:
             hint = "the iteration is the number of steps done, so the next step is the one of that number"
+            if (iteration, stop_at) == (3, None):
+                hint = "this is the checkpoint of the interval; one more is saved after the last step"
             fail(case=case, expected=expected, found=f"iteration {wrong[1]}", line=line, perhaps=hint)
         if stop_at in (3, None):
             for name, tensor in found["model"].items():
@@ -601,6 +608,33 @@ def test_train_checkpoints(ranks, rng):
                         found=f"others: {name} differs from the model's",
                         line=line,
                     )
+    expect_checkpoints_of_the_rest(ranks, weights, tokens, settings, found["saved"])
+
+
+def expect_checkpoints_of_the_rest(
+    ranks: Callable, weights: dict, tokens: np.ndarray, settings: dict, after_5: torch.Tensor
+) -> None:
+    """The run is continued from step 5: to step 6, to its end, and where nothing is left to do."""
+    line = ranks.definition("train")
+    for steps, stop_at, wanted in ((7, 1, 6), (7, None, 7), (5, None, None)):
+        case = f"steps={steps}, checkpoint_interval=3, resumed after 5 steps"
+        own = settings | {"steps": steps}
+        found = start_train(ranks, "gpt", weights, tokens, own, stop_at, after_5)
+        if stop_at is None:
+            expect_losses(found["losses"], own, line, count=steps - 5)
+        else:
+            case += f", stopped after {5 + stop_at}"
+        if wanted is None:
+            continue
+        iteration = ranks(load_saved, 1, "gpt", found["saved"]).values[0][0] if found["files"] == ["run.pt"] else None
+        if iteration != wanted:
+            fail(
+                case=case,
+                expected=f"run.pt with iteration {wanted}",
+                found="no file" if iteration is None else f"iteration {iteration}",
+                line=line,
+                perhaps="the interval counts the steps of the whole run, and its last step is followed by a checkpoint",
+            )
 
 
 def expect_resumed(ranks: Callable, rng: torch.Generator, kind: str) -> None:
@@ -626,7 +660,8 @@ def expect_resumed(ranks: Callable, rng: torch.Generator, kind: str) -> None:
     for step, (a, b) in enumerate(zip(whole["losses"][5:], resumed["losses"], strict=True), 5):
         if a != b:
             same_batch = whole["batches"][step] == resumed["batches"][step - 5]
-            hint = "the batch is another one: seeding after load_checkpoint undoes the random states that it restored"
+            hint = "the batch is another one: seeding after load_checkpoint undoes the random states that it restored, "
+            hint += "and what is drawn before the checkpoint is saved is not drawn again"
             if same_batch:
                 hint = "the batch is the same; the weights, the optimizer's state or the learning rate are not"
             if same_batch and kind == "dropout":
@@ -653,6 +688,24 @@ def test_train_resumed(ranks, rng):
     expect_resumed(ranks, rng, "gpt")
 
 
-@check("train", "a model with dropout resumes bit for bit, too", weight=2)
+@check("train", "a model with dropout draws what it would draw alone, and resumes bit for bit, too", weight=2)
 def test_train_resumed_dropout(ranks, rng):
+    weights, tokens, line = initial_weights(rng, "dropout"), text(rng), ranks.definition("train")
+    settings = draw_settings(rng, steps=5, max_lr=0.0, min_lr=0.0, checkpoint_interval=2)  # the weights stay
+    found = start_train(ranks, "dropout", weights, tokens, settings | {"checkpoint_path": "run.pt"})
+    expect_losses(found["losses"], settings, line)
+    wanted = losses_of(model_with("dropout", weights), tokens, settings)
+    for step, (loss, got) in enumerate(zip(wanted, found["losses"], strict=True)):
+        wrong = numbers_agree(got, loss)
+        if wrong:
+            fail(
+                case=f"{settings_case(settings)}, step {step}, of a model in train mode that draws from all generators",
+                expected=f"loss {wrong[0]}",
+                found=wrong[1],
+                line=line,
+                perhaps="seed_everything seeds what the model draws from; "
+                "get_batch alone draws besides the model, and train or eval mode stays as it is",
+            )
+    if not found["training"]:
+        fail(expected="the model in train mode, as before", found="it is in eval mode", line=line)
     expect_resumed(ranks, rng, "dropout")

@@ -1015,6 +1015,108 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         old="(done % config.checkpoint_interval == 0 or done == config.steps)",
         new="(step % config.checkpoint_interval == 0 or done == config.steps)",
     ),
+    Mutant(
+        problem="train",
+        check="train_losses",
+        name="zeroes the gradients after each step only: those from before the run count",
+        old="""\
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+        new="""\
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    ),
+    Mutant(
+        problem="train",
+        check="train_losses",
+        name="adds up the losses of the rows of a batch, each by a call of its own",
+        old="        loss = model.loss(x, y)\n",
+        new="        loss = torch.stack([model.loss(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]).mean()\n",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="seeds torch only",
+        old="    seed_everything(config.seed)\n",
+        new="    torch.manual_seed(config.seed)\n",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="draws a number from Python's generator in each step",
+        old="        x, y = get_batch(",
+        new="        random.random()\n        x, y = get_batch(",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="draws a number where checkpoints are saved",
+        old="        losses.append(loss.item())\n",
+        new="""\
+        losses.append(loss.item())
+        if config.checkpoint_path is not None:
+            torch.rand(1)
+""",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="trains in eval mode",
+        old="    losses = []\n",
+        new="""\
+    losses = []
+    model.eval()
+""",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="leaves the model in eval mode",
+        old="    return losses\n",
+        new="""\
+    model.eval()
+    return losses
+""",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="resumes from paths only",
+        old="load_checkpoint(resume, model, optimizer)\n",
+        new="load_checkpoint(Path(resume), model, optimizer)\n",
+    ),
+    Mutant(
+        problem="train",
+        check="train_schedule",
+        name="a warm-up of half of the steps at most",
+        old="                warmup_steps=config.warmup_steps,\n",
+        new="                warmup_steps=min(config.warmup_steps, config.steps // 2),\n",
+    ),
+    Mutant(
+        problem="train",
+        check="train_checkpoints",
+        name="counts the interval from where the run was resumed",
+        old="(done % config.checkpoint_interval == 0 or done == config.steps)",
+        new="((done - first) % config.checkpoint_interval == 0 or done == config.steps)",
+    ),
+    Mutant(
+        problem="train",
+        check="train_checkpoints",
+        name="no checkpoint after the last step of a run that was resumed",
+        old="(done % config.checkpoint_interval == 0 or done == config.steps)",
+        new="(done % config.checkpoint_interval == 0 or done == config.steps and resume is None)",
+    ),
+    Mutant(
+        problem="train",
+        check="train_checkpoints",
+        name="has no result where nothing is left to do",
+        old="    return losses\n",
+        new="    return losses or None\n",
+    ),
 ]
 
 ALTERNATIVES = [
