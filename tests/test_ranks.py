@@ -389,6 +389,10 @@ def not_implemented(context):
     raise NotImplementedError("not implemented yet")
 
 
+def asks_what_torch_has_not(context):
+    return torch.ones(1, device="meta").tolist()
+
+
 def calls_sys_exit(context):
     if context.rank == 1:
         sys.exit(3)
@@ -514,6 +518,7 @@ ENDINGS = [
         {"your line": "return items[7]", "called from": "one_raises_here([1, 2])"}, {},
     ),
     (not_implemented, 2, "not_implemented", "not implemented yet", {}, {}),
+    (asks_what_torch_has_not, 1, "failed", "raised NotImplementedError: Cannot copy out of meta", {}, {}),
     (calls_sys_exit, 2, "failed", "rank 1 called sys.exit(3)", {"your line": "sys.exit(3)"}, {}),
     (calls_os_exit, 2, "crashed", "rank 1 ended its process (exit code 0)", {"perhaps": "return from the"}, {}),
     (becomes_another_program, 1, "crashed", "rank 0 ended its process (exit code 0)", {}, {}),

@@ -93,7 +93,8 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     (`torch.use_deterministic_algorithms`) and is not touched.
 
     Args:
-        seed: at least 0, of any size. numpy takes seeds below 2**32 only: it gets (seed + rank) modulo 2**32.
+        seed: at least 0; seed + rank is below 2**63. numpy takes seeds below 2**32 only: it gets (seed + rank) modulo
+            2**32.
         rank: of this process.
     """
     raise NotImplementedError("not implemented yet")
@@ -151,12 +152,14 @@ def save_checkpoint(
 ) -> None:
     """Save all that a run needs to go on: model, optimizer, iteration, and the states of the global generators.
 
-    `torch.load(weights_only=True)` must be able to read the file. Saving changes nothing, no generator either.
+    `torch.load(weights_only=True)` must be able to read the file. Saving changes nothing: neither the model, its
+    gradients and whether it is in train or eval mode, nor the optimizer, nor a generator.
 
     If `out` is a path, the process may be killed at any moment and the disk may be full: the path holds the checkpoint
     of before or the new one, whole, never less, and the next save works. So: write another file in the same folder,
     `os.fsync` it (it is on the disk then), and only then `os.replace` the old file by it (all at once, within one file
-    system). After a save that has returned, the folder holds no other file than before and `out`.
+    system). After a save that has returned, the folder holds no other file than before and `out`; one that has failed
+    raises the error that it met.
 
     Args:
         model: as it is in training. Pass the bare model: a wrapper such as DistributedDataParallel puts `module.`
@@ -187,7 +190,7 @@ def load_checkpoint(
 
     Raises:
         ValueError: a tensor of the model is missing in the checkpoint, or one is too many, or one has another shape.
-            The message has the tensor's name, and the model is as it was.
+            The message has the tensor's name, and the model, the optimizer and the generators are as they were.
     """
     raise NotImplementedError("not implemented yet")
 
@@ -208,7 +211,9 @@ def train(
     s = 0, 1, ..., config.steps - 1 draws its batch by one call of `get_batch` with config.batch_size sequences, on the
     model's device; nothing but the model draws other random numbers. Then it takes one step of `torch.optim.AdamW` on
     all parameters, with learning rate `cosine_lr(s)`, weight decay config.weight_decay, and AdamW's defaults for the
-    rest. (In module 02 every rank draws the same global batch in this way and keeps its own rows of it.)
+    rest. (In module 02 every rank draws the same global batch in this way and keeps its own rows of it.) A step calls
+    `model.loss` once, on the whole batch. Gradients that the model has before the run play no part in it, and train or
+    eval mode stays as it is.
 
     Unless config.checkpoint_path is None, a checkpoint is saved there when the number of steps done is a multiple of
     config.checkpoint_interval, and after the last step.
@@ -220,6 +225,6 @@ def train(
         resume: a checkpoint of this run, to go on from; the model's weights are replaced by its.
 
     Returns:
-        For each step that this call has made, the loss of its batch before the weights were updated.
+        For each step that this call has made, the loss of its batch before the weights were updated; for none, [].
     """
     raise NotImplementedError("not implemented yet")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autograder.lab.gpt import tiny
-from autograder.suites.kit import draw_int, dtype_name, fail, learning_rate, numbers_agree
+from autograder.suites.kit import draw_int, dtype_name, fail, learning_rate, numbers_agree, one_thread
 
 # ------------------------------------------------------------------------------------------------------------ get_batch
 
@@ -72,7 +72,7 @@ def memory_growth(context, megabytes: int) -> float:
 
 def distinct_tokens(rng: torch.Generator, length: int, dtype: type = np.uint16) -> np.ndarray:
     """Tokens that are all different, the highest ones that the dtype has room for: a token tells its position."""
-    top = min(np.iinfo(dtype).max, 2**20)
+    top = min(np.iinfo(dtype).max, 2**40)
     return (top - torch.randperm(length, generator=rng).numpy()).astype(dtype)
 
 
@@ -130,20 +130,47 @@ GENERATORS = {
 }
 
 
+def torch_flags() -> list[bool]:
+    """What makes torch compute the same from the same numbers, or not."""
+    flags = ("deterministic_algorithms", "cudnn_deterministic", "cudnn_benchmark")
+    return [getattr(torch._C, f"_get_{flag}")() for flag in flags]  # torch.backends.cudnn cannot travel to a rank
+
+
 def drawn_after_seeding(context, calls: list[tuple[int, int]]) -> list[dict]:
-    """On a rank: what each generator gives first after each call, the state before being another each time."""
-    found = []
+    """On a rank: what each generator gives first after each call, the state before being another each time.
+
+    "devices" is whether torch.cuda was asked for anything that leads to other devices' generators (torch.manual_seed
+    asks, too); it is watched before the student's file is loaded.
+    """
+    found, asked = [], []
+
+    def watch(name: str) -> None:
+        original = getattr(torch.cuda, name)
+
+        def noted(*args, **settings):
+            asked.append(name)
+            return original(*args, **settings)
+
+        setattr(torch.cuda, name, noted)
+
+    for name in ("manual_seed_all", "is_available", "is_initialized", "device_count"):
+        watch(name)
     for number, (seed, rank) in enumerate(calls):
         random.seed(number + 10**9)
         np.random.seed(number + 10**9)
         torch.manual_seed(number + 10**9)
         context.case(f"seed_everything({seed}, rank={rank})" if rank else f"seed_everything({seed})")
-        context.student.seed_everything(*([seed, rank] if rank else [seed]))
+        seed_everything, flags = context.student.seed_everything, torch_flags()
+        asked.clear()
+        seed_everything(*([seed, rank] if rank else [seed]))
         found.append(
             {
                 "Python": random.random(),
                 "numpy": float(np.random.random()),
                 "torch": torch.rand(1, dtype=torch.float64).item(),
+                "torch's seed": torch.initial_seed(),
+                "devices": bool(asked),
+                "flags kept": torch_flags() == flags,
             }
         )
     return found
@@ -179,6 +206,34 @@ def expect_seeded(ranks: Callable, calls: list[tuple[int, int]], generators: lis
                 line=ranks.definition("seed_everything"),
                 perhaps=hint,
             )
+        if "torch" in generators:
+            expect_torch_seeded(found, f"seed_everything({seed}, rank={rank})", seed + rank, ranks)
+
+
+def expect_torch_seeded(found: dict, case: str, seed: int, ranks: Callable) -> None:
+    """What the numbers of torch's generator on a CPU do not tell."""
+    facts = {"case": case, "line": ranks.definition("seed_everything")}
+    if found["torch's seed"] != seed:
+        fail(
+            expected=f"torch seeded with {seed}, as torch.initial_seed() tells",
+            found=str(found["torch's seed"]),
+            perhaps="torch's generator on a CPU uses the lowest 32 bits of its seed, that on a GPU all of them",
+            **facts,
+        )
+    if not found["devices"]:
+        fail(
+            expected="torch's generators seeded on every device",
+            found="the one of the CPU only",
+            perhaps="torch.manual_seed seeds all of them",
+            **facts,
+        )
+    if not found["flags kept"]:
+        fail(
+            expected="use_deterministic_algorithms and the settings of torch.backends.cudnn as they were",
+            found="others",
+            perhaps="whether a device computes the same from the same numbers is for its caller to choose",
+            **facts,
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ cosine_lr
@@ -217,6 +272,8 @@ def expect_rates(ranks: Callable, rows: list[tuple[int, dict]]) -> None:
     run = ranks(rates, 1, rows)
     for (step, schedule), found in zip(rows, run.values[0], strict=True):
         wrong = numbers_agree(found, learning_rate(step, **schedule), rtol=1e-9)
+        if not wrong and not isinstance(found, float):
+            wrong = f"{learning_rate(step, **schedule):.9g}, a float", f"of type {type(found).__name__}"
         if wrong:
             fail(
                 case=lr_case(step, schedule),
@@ -241,7 +298,7 @@ def draw_schedule(rng: torch.Generator, **fixed: float) -> dict:
 
 
 class Noisy(nn.Module):
-    """A model that draws random numbers of its own."""
+    """A model that draws random numbers of its own, from all generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +307,8 @@ class Noisy(nn.Module):
         self.head = nn.Linear(16, 64)
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.head(self.drop(self.token(tokens))).flatten(0, 1), targets.flatten())
+        inner = self.drop(self.token(tokens)) * (1 + random.random() + np.random.random())
+        return F.cross_entropy(self.head(inner).flatten(0, 1), targets.flatten())
 
 
 MODELS = {"gpt": tiny, "dropout": Noisy, "float32": lambda: tiny(torch.float32)}
@@ -275,12 +333,14 @@ def one_run(
         kind: which model, with which weights.
         settings: for TrainConfig; "checkpoint_path" is put into the folder.
         stop_at: step in whose forward the run ends.
-        checkpoint: bytes, as a tensor, of the file to resume from.
+        checkpoint: bytes, as a tensor, of the file to resume from: by its path, for "dropout" as a file object.
     """
     random.seed(10**9)  # states that no run depends on
     np.random.seed(10**9)
     torch.manual_seed(10**9)
     model = model_with(kind, weights).to(context.device)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)  # left over from something else
     loss, calls, lrs = model.loss, [], []
 
     def watched_loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -300,8 +360,9 @@ def one_run(
         config = context.student.TrainConfig(**settings)
         resume = {}
         if checkpoint is not None:
-            Path("resumed.pt").write_bytes(bytes(checkpoint.tolist()))
-            resume = {"resume": f"{folder}/resumed.pt"}
+            content = bytes(checkpoint.tolist())
+            Path("resumed.pt").write_bytes(content)
+            resume = {"resume": io.BytesIO(content) if kind == "dropout" else f"{folder}/resumed.pt"}
         try:
             losses = context.student.train(model, tokens, config, **resume)
         except Stopped:
@@ -312,7 +373,15 @@ def one_run(
             saved = torch.from_numpy(np.fromfile(files[0], np.uint8))
         os.chdir("/")
     hook.remove()
-    return {"losses": losses, "batches": calls, "lrs": lrs, "model": model.state_dict(), "files": files, "saved": saved}
+    return {
+        "losses": losses,
+        "batches": calls,
+        "lrs": lrs,
+        "model": model.state_dict(),
+        "training": model.training,
+        "files": files,
+        "saved": saved,
+    }
 
 
 def load_saved(context, kind: str, saved: torch.Tensor) -> list:
@@ -320,6 +389,22 @@ def load_saved(context, kind: str, saved: torch.Tensor) -> list:
     model = MODELS[kind]()
     iteration = context.student.load_checkpoint(io.BytesIO(bytes(saved.tolist())), model)
     return [iteration, model.state_dict()]
+
+
+def losses_of(model: nn.Module, tokens: np.ndarray, settings: dict) -> list[float]:
+    """The losses of a run whose learning rate is 0, after seeding all generators, which are put back."""
+    python, numpy, found = random.getstate(), np.random.get_state(), []
+    with torch.random.fork_rng(devices=[]), one_thread():
+        for seeded in (random.seed, np.random.seed, torch.default_generator.manual_seed):
+            seeded(settings["seed"])
+        length = settings["context_length"]
+        for _ in range(settings["steps"]):
+            starts = torch.randint(0, len(tokens) - length, (settings["batch_size"],)).tolist()
+            windows = torch.tensor(np.stack([tokens[s : s + length + 1] for s in starts]).astype(np.int64))
+            found.append(model.loss(windows[:, :-1], windows[:, 1:]).item())
+    random.setstate(python)
+    np.random.set_state(numpy)
+    return found
 
 
 def start_train(
@@ -379,7 +464,10 @@ def expect_same_losses(found: list, wanted: list, settings: dict, line: str) -> 
     for step, pair in enumerate(zip(found, wanted, strict=True)):
         wrong = numbers_agree(*pair)
         if wrong:
-            hint = "gradients add up until zero_grad; weight_decay is the config's; betas and eps are AdamW's defaults"
+            hint = (
+                "gradients add up until zero_grad; weight_decay is the config's; betas and eps are AdamW's defaults; "
+            )
+            hint += "all parameters are trained, gradients are not clipped, and a loss is that of one step"
             fail(
                 case=f"{settings_case(settings)}, step {step}",
                 expected=f"loss {wrong[0]}",

@@ -22,11 +22,13 @@ from autograder.suites.kit import draw_int
 # --------------------------------------------------------------------------------------------------- models in training
 
 
-def network(widths: list[int]) -> nn.Sequential:
-    """A small model that has buffers, an integer one too."""
+def network(widths: list[int] | dict[str, list[int]]) -> nn.Module:
+    """A small model in several dtypes that has buffers, an integer one too; or parameters of given shapes only."""
+    if isinstance(widths, dict):
+        return nn.ParameterDict({name: torch.ones(shape) for name, shape in widths.items()})
     layers = []
     for a, b in pairwise(widths):
-        layers += [nn.Linear(a, b), nn.BatchNorm1d(b)]
+        layers += [nn.Linear(a, b, dtype=torch.float64), nn.BatchNorm1d(b)]
     return nn.Sequential(*layers)
 
 
@@ -37,19 +39,21 @@ def two_groups(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([{"params": weights}, {"params": others, "weight_decay": 0.0}])
 
 
-def practised(rng: torch.Generator, widths: list[int]) -> dict:
+def practised(rng: torch.Generator, widths: list[int] | dict[str, list[int]]) -> dict:
     """The states of a model and its optimizer in the middle of training: arbitrary numbers everywhere."""
     model = network(widths)
-    numbers = {name: torch.rand(t.shape, generator=rng) for name, t in model.state_dict().items()}
-    for name in numbers:
-        if name.endswith("num_batches_tracked"):
-            numbers[name] = torch.tensor(draw_int(rng, 1, 1000))
+    numbers = {
+        name: torch.rand(t.shape, generator=rng, dtype=t.dtype)
+        if t.is_floating_point()
+        else torch.tensor(draw_int(rng, 1, 1000))  # BatchNorm's num_batches_tracked
+        for name, t in model.state_dict().items()
+    }
     ordered = sorted(model.parameters(), key=lambda p: p.ndim < 2)  # as in the groups of `two_groups`
     moments = {
         i: {
             "step": torch.tensor(float(draw_int(rng, 1, 1000))),
-            "exp_avg": torch.randn(p.shape, generator=rng),
-            "exp_avg_sq": torch.rand(p.shape, generator=rng),
+            "exp_avg": torch.randn(p.shape, generator=rng, dtype=p.dtype),
+            "exp_avg_sq": torch.rand(p.shape, generator=rng, dtype=p.dtype),
         }
         for i, p in enumerate(ordered)
     }
@@ -80,22 +84,40 @@ def fresh(states: dict, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 TARGETS = (
     "out is a Path",
     "out is a str",
-    "out is a file object",
+    "out is a file object that has been written to before",
     "no optimizer is passed to load_checkpoint",
 )
 
 
+def besides_values(model: nn.Module) -> list:
+    """What saving could change in a model besides its values."""
+    return [
+        [m.training for m in model.modules()],
+        [None if p.grad is None else p.grad.sum() for p in model.parameters()],
+    ]
+
+
 def round_trips(context, states: dict, iteration: int) -> list[dict]:
     """On a rank: save to and load from each of the targets."""
-    found = []
+    found, before = [], b"what stands before the checkpoint"
     with tempfile.TemporaryDirectory() as folder:
         outs = Path(folder) / "checkpoint.pt", f"{folder}/checkpoint.pt", io.BytesIO(), io.BytesIO()
         for target, out in zip(TARGETS, outs, strict=True):
             context.case(target)
             model, optimizer = rebuilt(states, context.device)
-            context.student.save_checkpoint(model, optimizer, iteration, out)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
             if isinstance(out, io.BytesIO):
-                out.seek(0)
+                out.write(before)
+            others = besides_values(model)
+            context.student.save_checkpoint(model, optimizer, iteration, out)
+            kept = besides_values(model) == others and not any(
+                bool((t != states["model"][name]).any()) for name, t in model.state_dict().items()
+            )
+            if isinstance(out, io.BytesIO):
+                if out.closed:
+                    raise ValueError("save_checkpoint has closed the file object, which belongs to its caller")
+                out.seek(len(before))
             model, optimizer = fresh(states, context.device)
             own = [p.data_ptr() for p in model.parameters()]
             optimizer_too = target != TARGETS[-1]
@@ -103,6 +125,7 @@ def round_trips(context, states: dict, iteration: int) -> list[dict]:
             found.append(
                 {
                     "iteration": returned,
+                    "kept": kept,
                     "model": model.state_dict(),
                     "optimizer": optimizer.state_dict() if optimizer_too else None,
                     "in place": own == [p.data_ptr() for p in model.parameters()],
@@ -129,19 +152,23 @@ def draws(python: random.Random, numpy: np.random.RandomState, generator: torch.
 
 
 def draws_after_saving_and_loading(context, states: dict, seeds: list[int]) -> list[dict]:
-    """On a rank: what the generators give after a checkpoint was saved, and after it was loaded."""
-    out, model, optimizer = io.BytesIO(), *rebuilt(states, context.device)
+    """On a rank: what the generators give after a checkpoint was saved, after it was loaded, and without optimizer."""
+    model, optimizer = rebuilt(states, context.device)
     random.seed(seeds[0])
     np.random.seed(seeds[1])
     torch.manual_seed(seeds[2])
     draws(random, np.random, None)
-    context.student.save_checkpoint(model, optimizer, 1, out)
-    found = [draws(random, np.random, None)]
-    for other in (random.seed, np.random.seed, torch.manual_seed):
-        other(0)
-    out.seek(0)
-    context.student.load_checkpoint(out, *fresh(states, context.device))
-    return [*found, draws(random, np.random, None)]
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/checkpoint.pt"
+        context.student.save_checkpoint(model, optimizer, 1, out)
+        found = [draws(random, np.random, None)]
+        for optimizer_too in (True, False):
+            for other in (random.seed, np.random.seed, torch.manual_seed):
+                other(0)
+            model, optimizer = fresh(states, context.device)
+            context.student.load_checkpoint(out, model, *([optimizer] if optimizer_too else []))
+            found.append(draws(random, np.random, None))
+    return found
 
 
 def saved_on_a_gpu(context, states: dict) -> dict:
@@ -198,37 +225,46 @@ def widths_case(states: dict, other: dict) -> str:
     return f"a checkpoint of layers {states['widths']} into a model of layers {other['widths']}"
 
 
-def loaded_into(context, states: dict, others: list[dict]) -> list[dict]:
-    """On a rank: load a checkpoint into models of other shapes; what was raised, and the model after it."""
-    out, found = io.BytesIO(), []
-    context.student.save_checkpoint(*rebuilt(states, context.device), 1, out)
-    for other in others:
+def besides_model(optimizer: torch.optim.Optimizer) -> list:
+    """What loading could change besides the model."""
+    moments = [moment["exp_avg"].tolist() for moment in optimizer.state.values()]
+    return [moments, random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+def loaded_into(context, pairs: list[tuple[dict, dict]]) -> list[dict]:
+    """On a rank: load checkpoints into models of other shapes; what was raised, and the model after it."""
+    found = []
+    for states, other in pairs:
         context.case(widths_case(states, other))
+        out = io.BytesIO()
+        context.student.save_checkpoint(*rebuilt(states, context.device), 1, out)
         out.seek(0)
+        torch.manual_seed(1)  # not where the checkpoint was saved
         model, optimizer = rebuilt(other, context.device)
-        raised = "nothing", ""
+        raised, others = ("nothing", ""), besides_model(optimizer)
         try:
             context.student.load_checkpoint(out, model, optimizer)
         except NotImplementedError:
             raise
         except Exception as error:
             raised = type(error).__name__, str(error)
-        found.append({"raised": raised, "model": model.state_dict()})
+        found.append({"raised": raised, "model": model.state_dict(), "kept": besides_model(optimizer) == others})
     return found
 
 
 # ------------------------------------------------------------------------------------------------------ saves that fail
 
 
-def in_a_copy(action: Callable[[], None]) -> None:
-    """Do something in a fork of this process, which may die of it."""
-    pid = os.fork()
+def in_a_copy(action: Callable[[], None]) -> bool:
+    """Do something in a fork of this process, which may die of it; whether it was done."""
+    pid, code = os.fork(), 1
     if pid == 0:
         try:
             action()
+            code = 0
         finally:
-            os._exit(1)
-    os.waitpid(pid, 0)
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def loaded(context, states: dict, path: str | Path) -> object:
@@ -294,16 +330,36 @@ def saved_on_full_disks(context, states: dict) -> dict:
             context.student.save_checkpoint(model, optimizer, 2, path)
 
         for room in (0, size // 2, size * 9 // 10):
-            in_a_copy(lambda room=room: limited(room))
+            returned = in_a_copy(lambda room=room: limited(room))
             after = loaded(context, states, path)
-            if after != 1:
-                return {"room": room, "size": size, "after": after}
+            if after != 1 or returned:
+                return {"room": room, "size": size, "after": after, "returned": returned}
         context.student.save_checkpoint(model, optimizer, 3, path)
         return {"room": None, "after": loaded(context, states, path)}
 
 
-def replaced_files(context, states: dict) -> list[dict]:
-    """On a rank: what was replaced by what while a checkpoint was saved twice.
+class Place(os.PathLike):
+    """A path that is neither a text nor a Path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    __str__ = __fspath__
+
+
+SAVES = (
+    ("checkpoint.pt", "a Path"),
+    ("checkpoint.pt", "another os.PathLike"),
+    ("checkpoint.tmp", "a Path"),
+    ("checkpoint.pt.tmp", "a Path"),
+)
+
+
+def replaced_files(context, states: dict) -> list[list[dict]]:
+    """On a rank: for each of SAVES, by what the file was replaced.
 
     The functions are watched before the student's file is loaded.
     """
@@ -324,6 +380,8 @@ def replaced_files(context, states: dict) -> list[dict]:
 
     def replace(source, destination, *_) -> None:
         new, old = Path(source).resolve(), Path(destination).resolve()
+        if new == old:
+            return
         replaced.append(
             {
                 "onto": old.name,
@@ -338,8 +396,13 @@ def replaced_files(context, states: dict) -> list[dict]:
             watch(name, sync)
     for name in ("replace", "rename"):
         watch(name, replace)
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "checkpoint.pt"
-        for iteration in (1, 2):
-            context.student.save_checkpoint(*rebuilt(states, context.device), iteration, path)
-    return replaced
+        for name, kind in SAVES:
+            path = Path(folder) / name
+            replaced.clear()
+            context.student.save_checkpoint(
+                *rebuilt(states, context.device), 1, path if kind == "a Path" else Place(path)
+            )
+            found.append([r for r in replaced if r["onto"] == name])
+    return found

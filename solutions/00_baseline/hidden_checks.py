@@ -76,7 +76,9 @@ def test_checkpoint_hidden(ranks, rng):
 
     states = practised(rng, [2, 6, 6, 3])
     momenta = [
-        torch.randn(t.shape, generator=rng) for n, t in states["model"].items() if n.endswith(("weight", "bias"))
+        torch.randn(t.shape, generator=rng, dtype=t.dtype)
+        for n, t in states["model"].items()
+        if n.endswith(("weight", "bias"))
     ]
     iteration, found = ranks(between, 1, states, momenta).values[0]
     facts = {"case": "SGD with momentum, saved twice to a path, loaded from the open file"}

@@ -114,6 +114,27 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
     ),
     Mutant(
         problem="get_batch",
+        check="get_batch_windows",
+        name="goes through int32, too small for the upper half of uint32",
+        old="torch.from_numpy(windows.astype(np.int64))",
+        new="torch.from_numpy(windows.astype(np.int32).astype(np.int64))",
+    ),
+    Mutant(
+        problem="get_batch",
+        check="get_batch_windows",
+        name="goes through uint32, too small for int64",
+        old="torch.from_numpy(windows.astype(np.int64))",
+        new="torch.from_numpy(windows.astype(np.uint32).astype(np.int64))",
+    ),
+    Mutant(
+        problem="get_batch",
+        check="get_batch_device",
+        name="draws on the device",
+        old="torch.randint(0, len(tokens) - context_length, (batch_size,)).tolist()",
+        new="torch.randint(0, len(tokens) - context_length, (batch_size,), device=device).tolist()",
+    ),
+    Mutant(
+        problem="get_batch",
         check="get_batch_short",
         name="says nothing of a file that is too short",
         old="    if len(tokens) < context_length + 1:\n",
@@ -175,6 +196,41 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         name="numpy refuses a large seed",
         old="np.random.seed((seed + rank) % 2**32)",
         new="np.random.seed(seed + rank)",
+    ),
+    Mutant(
+        problem="seed_everything",
+        check="seed_large",
+        name="torch gets the seed modulo 2**32 too, and a GPU other numbers",
+        old="torch.manual_seed(seed + rank)",
+        new="torch.manual_seed((seed + rank) % 2**32)",
+    ),
+    Mutant(
+        problem="seed_everything",
+        check="seed_large",
+        name="numpy's seed goes through a float",
+        old="np.random.seed((seed + rank) % 2**32)",
+        new="np.random.seed(int(math.fmod(seed + rank, 2**32)))",
+    ),
+    Mutant(
+        problem="seed_everything",
+        check="seed_torch",
+        name="seeds torch on the CPU only",
+        old="torch.manual_seed(seed + rank)",
+        new="torch.default_generator.manual_seed(seed + rank)",
+    ),
+    Mutant(
+        problem="seed_everything",
+        check="seed_torch",
+        name="asks for deterministic algorithms as well",
+        old="    torch.manual_seed(seed + rank)  # all devices\n",
+        new="    torch.manual_seed(seed + rank)\n    torch.use_deterministic_algorithms(True)\n",
+    ),
+    Mutant(
+        problem="seed_everything",
+        check="seed_torch",
+        name="sets cudnn's flags as well",
+        old="    torch.manual_seed(seed + rank)  # all devices\n",
+        new="    torch.manual_seed(seed + rank)\n    torch.backends.cudnn.deterministic = True\n",
     ),
     # cosine_lr
     Mutant(
@@ -253,6 +309,60 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         name="cuts the length of a cycle off instead of rounding it",
         old="        length = round(cycle_mult * length)\n",
         new="        length = int(cycle_mult * length)\n",
+    ),
+    Mutant(
+        problem="cosine_lr",
+        check="lr_growing_cycles",
+        name="rounds halves up",
+        old="        length = round(cycle_mult * length)\n",
+        new="        length = int(cycle_mult * length + 0.5)\n",
+    ),
+    Mutant(
+        problem="cosine_lr",
+        check="lr_growing_cycles",
+        name="remembers the cycles of another cycle_mult",
+        old="""\
+    while t >= length:
+        t -= length
+        length = round(cycle_mult * length)
+""",
+        new="""\
+    known = globals().setdefault("known", {}).setdefault((warmup_steps, cycle_steps), [])
+    for n in range(step):
+        if t < length:
+            break
+        t -= length
+        if len(known) == n:
+            known.append(round(cycle_mult * length))
+        length = known[n]
+""",
+    ),
+    Mutant(
+        problem="cosine_lr",
+        check="lr_growing_cycles",
+        name="finds the cycle by a logarithm, which may be just below a whole number",
+        old="    while t >= length:\n",
+        new="""\
+    if cycle_mult == 3:
+        cycle = int(math.log(2 * t / length + 1, 3))
+        t -= length * (3**cycle - 1) // 2
+        return min_lr + (max_lr - min_lr) * (1 + math.cos(math.pi * t / length / 3**cycle)) / 2
+    while t >= length:
+""",
+    ),
+    Mutant(
+        problem="cosine_lr",
+        check="lr_restart",
+        name="ten cycles at most",
+        old="    while t >= length:\n",
+        new="    for _ in range(10):\n        if t < length:\n            break\n",
+    ),
+    Mutant(
+        problem="cosine_lr",
+        check="lr_cycle",
+        name="the rate as a tensor",
+        old="(1 + math.cos(math.pi * t / length)) / 2",
+        new="(1 + torch.tensor(math.pi * t / length, dtype=torch.float64).cos()) / 2",
     ),
     Mutant(
         problem="cosine_lr",
@@ -567,6 +677,172 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         old="    if not isinstance(out, str | os.PathLike):\n",
         new="    if not isinstance(out, os.PathLike):\n",
     ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="writes a file object from its beginning",
+        old="""\
+    if not isinstance(out, str | os.PathLike):
+        torch.save(state, out)
+""",
+        new="""\
+    if not isinstance(out, str | os.PathLike):
+        out.seek(0)
+        torch.save(state, out)
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="reads a file object from its beginning",
+        old="    state = torch.load(source, map",
+        new="""\
+    if not isinstance(source, str | os.PathLike):
+        source.seek(0)
+    state = torch.load(source, map""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="closes the file object that it was given",
+        old="""\
+    if not isinstance(out, str | os.PathLike):
+        torch.save(state, out)
+""",
+        new="""\
+    if not isinstance(out, str | os.PathLike):
+        torch.save(state, out)
+        out.close()
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="leaves the model in eval mode",
+        old='        "model": model.state_dict(),\n',
+        new='        "model": model.eval().state_dict(),\n',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="drops the gradients",
+        old='        "model": model.state_dict(),\n',
+        new='        "model": optimizer.zero_grad() or model.state_dict(),\n',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="saves float32, whatever the model has",
+        old='        "model": model.state_dict(),\n',
+        new='        "model": {name: tensor.float() for name, tensor in model.state_dict().items()},\n',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="the iteration as a tensor",
+        old='    return state["iteration"]\n',
+        new='    return torch.tensor(state["iteration"])\n',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_random",
+        name="restores the generators only where there is an optimizer",
+        old='    set_random_states(state["random"])\n',
+        new="""\
+    if optimizer is not None:
+        set_random_states(state["random"])
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_random",
+        name="draws the name of the unfinished file",
+        old='{os.fspath(out)}.unfinished")',
+        new='{os.fspath(out)}.{random.randrange(10**9)}")',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_random",
+        name="draws the name of the unfinished file from numpy",
+        old='{os.fspath(out)}.unfinished")',
+        new='{os.fspath(out)}.{np.random.randint(10**9)}")',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_mismatch",
+        name="compares the numbers of elements only",
+        old="""\
+    saved = {name: list(tensor.shape) for name, tensor in state["model"].items()}
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+""",
+        new="""\
+    for name, tensor in model.state_dict().items():
+        if name in state["model"] and state["model"][name].numel() == tensor.numel():
+            state["model"][name] = state["model"][name].reshape(tensor.shape)
+    saved = {name: list(tensor.shape) for name, tensor in state["model"].items()}
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_mismatch",
+        name="goes by the order of the tensors, not by their names",
+        old="    saved = {name: list(",
+        new="""\
+    if len(state["model"]) == len(model.state_dict()):
+        state["model"] = dict(zip(model.state_dict(), state["model"].values(), strict=True))
+    saved = {name: list(""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_mismatch",
+        name="sets the generators before it looks at the model",
+        old="    saved = {name: list(",
+        new='    set_random_states(state["random"])\n    saved = {name: list(',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_disk_full",
+        name="says nothing when the disk is full",
+        old="""\
+    with unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(out)
+""",
+        new="""\
+    try:
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(out)
+    except (OSError, RuntimeError):
+        pass
+""",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_synced",
+        name="replaces texts and Paths only",
+        old="    if not isinstance(out, str | os.PathLike):\n",
+        new="    if not isinstance(out, str | Path):\n",
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_synced",
+        name="the unfinished file has the name of one that ends in .tmp",
+        old='Path(f"{os.fspath(out)}.unfinished")',
+        new='Path(out).with_suffix(".tmp")',
+    ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_synced",
+        name="the unfinished file has one fixed name",
+        old='Path(f"{os.fspath(out)}.unfinished")',
+        new='Path(out).with_name("checkpoint.pt.tmp")',
+    ),
     # train
     Mutant(
         problem="train",
@@ -739,6 +1015,108 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         old="(done % config.checkpoint_interval == 0 or done == config.steps)",
         new="(step % config.checkpoint_interval == 0 or done == config.steps)",
     ),
+    Mutant(
+        problem="train",
+        check="train_losses",
+        name="zeroes the gradients after each step only: those from before the run count",
+        old="""\
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+        new="""\
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    ),
+    Mutant(
+        problem="train",
+        check="train_losses",
+        name="adds up the losses of the rows of a batch, each by a call of its own",
+        old="        loss = model.loss(x, y)\n",
+        new="        loss = torch.stack([model.loss(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]).mean()\n",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="seeds torch only",
+        old="    seed_everything(config.seed)\n",
+        new="    torch.manual_seed(config.seed)\n",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="draws a number from Python's generator in each step",
+        old="        x, y = get_batch(",
+        new="        random.random()\n        x, y = get_batch(",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="draws a number where checkpoints are saved",
+        old="        losses.append(loss.item())\n",
+        new="""\
+        losses.append(loss.item())
+        if config.checkpoint_path is not None:
+            torch.rand(1)
+""",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="trains in eval mode",
+        old="    losses = []\n",
+        new="""\
+    losses = []
+    model.eval()
+""",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="leaves the model in eval mode",
+        old="    return losses\n",
+        new="""\
+    model.eval()
+    return losses
+""",
+    ),
+    Mutant(
+        problem="train",
+        check="train_resumed_dropout",
+        name="resumes from paths only",
+        old="load_checkpoint(resume, model, optimizer)\n",
+        new="load_checkpoint(Path(resume), model, optimizer)\n",
+    ),
+    Mutant(
+        problem="train",
+        check="train_schedule",
+        name="a warm-up of half of the steps at most",
+        old="                warmup_steps=config.warmup_steps,\n",
+        new="                warmup_steps=min(config.warmup_steps, config.steps // 2),\n",
+    ),
+    Mutant(
+        problem="train",
+        check="train_checkpoints",
+        name="counts the interval from where the run was resumed",
+        old="(done % config.checkpoint_interval == 0 or done == config.steps)",
+        new="((done - first) % config.checkpoint_interval == 0 or done == config.steps)",
+    ),
+    Mutant(
+        problem="train",
+        check="train_checkpoints",
+        name="no checkpoint after the last step of a run that was resumed",
+        old="(done % config.checkpoint_interval == 0 or done == config.steps)",
+        new="(done % config.checkpoint_interval == 0 or done == config.steps and resume is None)",
+    ),
+    Mutant(
+        problem="train",
+        check="train_checkpoints",
+        name="has no result where nothing is left to do",
+        old="    return losses\n",
+        new="    return losses or None\n",
+    ),
 ]
 
 ALTERNATIVES = [
@@ -883,7 +1261,7 @@ def save_checkpoint(model, optimizer, iteration, out):
     state = dict(
         model=model.state_dict(), optimizer=optimizer.state_dict(), iteration=iteration, random=random_states()
     )
-    if not isinstance(out, (str, Path)):
+    if not isinstance(out, (str, os.PathLike)):
         return torch.save(state, out)
     beside = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.{os.getpid()}")
     torch.save(state, beside)
