@@ -14,7 +14,7 @@ What holds for both optimizers:
   there, a learning-rate scheduler for instance, holds from the next step on.
 * Parameters may be of several dtypes, empty, not contiguous (gloo takes such a tensor without complaint and mixes its
   elements up, so send contiguous copies), tied (used in several places: one parameter) or frozen. There may be fewer
-  parameters, or fewer elements, than ranks. A frozen parameter never changes.
+  parameters, or fewer elements, than ranks. A frozen parameter has no gradient, and never changes.
 * A step averages the gradients over the group, in their dtype, updates, and leaves the same parameters on every rank,
   bit for bit, in the tensors that they were in. What `.grad` holds after `step` is open.
 * `step(closure)` calls the closure once, with gradients enabled, before it averages the gradients that the closure
@@ -78,7 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     * Between steps a rank holds, besides parameters and gradients, the state of the parameters that it owns; what a
       step needs beyond that is made in it and given up again (one flat copy of the parameters may be kept).
     * A parameter without gradient on any rank is left as it is, weight and state: the plain optimizer passes it over,
-      too. Ranks may send one element for each parameter to find out.
+      too. Ranks may send one element for each parameter to find out. A frozen one may be thawed between steps.
     * Reducing a gradient to its owner alone is enough.
     * It is a `torch.optim.Optimizer`: `zero_grad` clears the gradients of all parameters, on every rank, and
       `add_param_group` adds a group at any time.
@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Of the state, this rank keeps only what belongs to its own parameters.
 
         Args:
-            state_dict: as `state_dict()` returns it; the same on every rank, which may have it from a file.
+            state_dict: as `state_dict()` returns it; the same on every rank, perhaps from a file. Left as it is.
 
         Raises:
             ValueError: its groups have other numbers of parameters than this optimizer's.
