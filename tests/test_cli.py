@@ -304,7 +304,10 @@ def test_watch(tmp_path):
     output = tmp_path / "output.txt"
     arguments = ["check", MODULE, "-k", "accounting_fit", "--watch", "--submission", str(folder)]
     with output.open("w") as out:
-        process = subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, cwd=ROOT, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], env=ENVIRONMENT, cwd=ROOT, stdout=out, stderr=out,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in a shell's background ignore it
+        )  # fmt: skip
     try:
         wait_for(lambda: output.read_text().count("waiting for a save") == 1)
         assert "0 / 10 points" in output.read_text()
