@@ -784,8 +784,9 @@ def test_without_the_driver_everything_ends(number: signal.Signals, tmp_path: Pa
     script.write_text(DRIVER)
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     driver = subprocess.Popen(
-        [sys.executable, script, tmp_path, temp], stderr=subprocess.PIPE, text=True, env=os.environ | path
-    )
+        [sys.executable, script, tmp_path, temp], stderr=subprocess.PIPE, text=True, env=os.environ | path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in a shell's background ignore it
+    )  # fmt: skip
     files = [tmp_path / f"pid-{r}" for r in range(2)]
     wait_for(lambda: all(f.exists() and f.read_text() for f in files) or driver.poll() is not None)
     driver.send_signal(number)
