@@ -172,6 +172,12 @@ class Case:
     played: nn.Module | None = None
 
 
+def called(model: nn.Module, arguments: list) -> Tensor:
+    """Call a model with the arguments of a step, of which a dict holds those by keyword."""
+    named = {name: value for each in arguments if isinstance(each, dict) for name, value in each.items()}
+    return model(*[each for each in arguments if not isinstance(each, dict)], **named)
+
+
 def run_cases(context, wrapper: str | None, cases: list[tuple] | None, members: list[int] | None) -> list | None:
     """On a rank: go through the cases' programs, with a mark for each gradient that is computed."""
     group = context.group(members) if members else None
@@ -195,8 +201,7 @@ def run_cases(context, wrapper: str | None, cases: list[tuple] | None, members: 
             elif kind in ("step", "local"):
                 with ddp.no_sync() if kind == "local" else context.span("step"), context.span(kind):
                     if rest:
-                        named = {k: v for each in rest if isinstance(each, dict) for k, v in each.items()}
-                        loss = ddp(*[each for each in rest if not isinstance(each, dict)], **named)
+                        loss = called(ddp, rest)
                         with context.span("backward"):
                             loss.backward()
             elif kind == "finish":
@@ -243,8 +248,7 @@ def play(case: Case) -> list[list[list[tuple[Expect | None, list, bool]]]]:
                 for p, gradient in zip(mine, rest[0], strict=True):
                     p.grad = None if gradient is None else gradient.double()
             elif kind in ("step", "local") and rest:
-                named = {k: v for each in rest if isinstance(each, dict) for k, v in each.items()}
-                replica(*_double([each for each in rest if not isinstance(each, dict)]), **named).backward()
+                called(replica, _double(rest)).backward()
             elif kind == "zero":
                 replica.zero_grad(set_to_none=rest[0])
         due = {"step": True, "local": False}.get(kind, due)

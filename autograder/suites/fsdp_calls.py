@@ -1,5 +1,5 @@
-"""Module 04's classes, called and judged: models that say what they see, the programs that are played with them on
-ranks and, in float64 on one device, here; and what is said where the two differ."""
+"""Module 04's classes, called and judged: programs that are played with the models of fsdp_models on ranks and, in
+float64 on one device, here; and what is said where the two differ."""
 
 import contextlib
 import copy
@@ -8,149 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autograder.lab.findings import Finding
 from autograder.lab.ledger import Event
 from autograder.lab.live import LiveTensors
 from autograder.lab.ranks import PerRank, Run
+from autograder.suites.fsdp_models import ROOT, Chain, watched
 from autograder.suites.kit import Expect, difference, expect_nothing_left, fail, one_thread, timeline
-
-ROOT = -1  # as the number of a unit
-
-# ------------------------------------------------------------------------------------------------------- the models
-
-
-class Mark(torch.autograd.Function):
-    """The identity. Backward of a layer begins here."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, layer: nn.Module) -> Tensor:
-        ctx.layer = layer
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.layer.see("backward")
-        return gradient, None
-
-
-class Seen(nn.Module):
-    """A module whose computation is watched: `watch(kind, index, tensors by name)`."""
-
-    index = ROOT
-    watch: Callable | None = None
-    names: Sequence[str] = ()
-
-    def be_watched(self, watch: Callable | None) -> None:
-        """Say from now on what it sees; its tensors are looked up by name, as a wrapper may take them out."""
-        self.watch = watch
-        self.names = [name for name, _ in [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]]
-
-    def see(self, kind: str, **tensors: Tensor) -> None:
-        if self.watch is not None:
-            self.watch(kind, self.index, {name: getattr(self, name) for name in self.names} | tensors)
-
-
-class Layer(Seen):
-    """tanh(down(up(x))) + offset; `spare` takes part where it is asked for. With `aside`, up(x) is an output, too."""
-
-    def __init__(self, draw: Callable, index: int, width: int, hidden: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.index, self.dropout = index, dropout
-        self.up = nn.Parameter(draw(hidden, width))
-        self.spare = nn.Parameter(draw(hidden))
-        self.down = nn.Parameter(draw(width, hidden))
-        self.bias = nn.Parameter(draw(width))
-        self.register_buffer("offset", draw(width))
-
-    def forward(self, x: Tensor, spare: bool = True, aside: bool = False) -> Tensor | tuple[Tensor, dict]:
-        self.see("forward", x=x)
-        h = F.linear(x, self.up)
-        if spare:
-            h = h * self.spare
-        h = F.dropout(h, self.dropout)
-        y = Mark.apply(torch.tanh(F.linear(h, self.down, self.bias)) + self.offset.to(x.dtype), self)
-        return (y, {"aside": h}) if aside else y
-
-
-class Chain(Seen):
-    """Layers one after the other, between a scale and a head that are in no unit."""
-
-    def __init__(self, draw: Callable, width: int, hidden: Sequence[int], dropout: float = 0.0) -> None:
-        super().__init__()
-        self.by_keyword = False  # whether every other layer gets its input so, in a dtype that is to be cast
-        self.scale = nn.Parameter(draw(width))
-        self.layers = nn.ModuleList(Layer(draw, i, width, h, dropout) for i, h in enumerate(hidden))
-        self.head = nn.Parameter(draw(3, width))
-
-    def forward(
-        self, x: Tensor, *, order: list[int] | None = None, bare: Sequence[int] = (), aside: bool = False,
-        more: dict | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Args: layers in the order of their use; those whose spare parameter is not used; whether each layer's second
-        output is added to the model's; lists of tensors that are only looked at."""
-        self.see(
-            "forward", x=x, **{f"{k} {i}": t for k, tensors in (more or {}).items() for i, t in enumerate(tensors)}
-        )
-        x, total = x * self.scale, 0.0
-        for i in range(len(self.layers)) if order is None else order:
-            spare = i not in bare
-            if self.by_keyword and i % 2 == 1:
-                x = self.layers[i](x=x.float() if x.dtype == torch.bfloat16 else x, spare=spare)
-            elif aside:
-                x, more = self.layers[i](x, spare, aside=True)
-                total = total + more["aside"].sum(dim=1, keepdim=True)
-            else:
-                x = self.layers[i](x, spare=spare)
-        return {"y": F.linear(x, self.head) + total}
-
-
-def drawing(rng: torch.Generator, dtype: torch.dtype = torch.float64) -> Callable:
-    """Random numbers of a shape, such that no layer's output is saturated."""
-
-    def draw(*shape: int) -> Tensor:
-        return (torch.randn(shape, generator=rng, dtype=torch.float64) / max(*shape[-1:], 1, 1) ** 0.5).to(dtype)
-
-    return draw
-
-
-def watched(model: Chain) -> list[Seen]:
-    """All modules that say what they see."""
-    return [model, *model.layers]
-
-
-def chain(rng: torch.Generator, dtype: torch.dtype = torch.float64, hidden: Sequence[int] = (7, 9, 12)) -> Chain:
-    """Three units of 82, 104 and 137 elements, and a root of 20: none is divided by 3 and 4 without a rest."""
-    return Chain(drawing(rng, dtype), 5, hidden)
-
-
-def two_dtypes(rng: torch.Generator) -> Chain:
-    """A chain with a float32 parameter in each layer, beside those of float64."""
-    model = chain(rng)
-    for layer in model.layers:
-        layer.spare = nn.Parameter(layer.spare.detach().float())
-    return model
-
-
-def of_all_kinds(rng: torch.Generator) -> Chain:
-    """A chain with a transposed parameter, whole numbers in a buffer, and a buffer that is not saved."""
-    model = chain(rng)
-    draw = drawing(rng)
-    layer = model.layers[1]
-    layer.down = nn.Parameter(draw(layer.down.shape[1], layer.down.shape[0]).t())
-    layer.register_buffer("count", torch.randint(0, 1000, (3,), generator=rng))
-    layer.register_buffer("scratch", draw(2), persistent=False)
-    return model
-
-
-def tie_across(model: Chain) -> Chain:
-    """The first and the third layer share a bias; the second knows a weight by two names."""
-    model.layers[2].bias = model.layers[0].bias
-    model.layers[1].register_parameter("again", model.layers[1].up)
-    return model
-
 
 # --------------------------------------------------------------------------------------------------------- the cases
 
@@ -211,6 +76,12 @@ def repeated(rng: torch.Generator, world_size: int, program: list[tuple], dtype:
     return [[own(step) for step in program] for _ in range(world_size)]
 
 
+def as_input(x: Tensor, options: dict) -> tuple[Tensor, dict]:
+    """The model's input and its keyword arguments; with the option "asked" the input's own gradient is asked for."""
+    own = {key: value for key, value in options.items() if key != "asked"}
+    return (x.clone().requires_grad_() if "asked" in options else x), own
+
+
 class Player:
     """On a rank: goes through the programs."""
 
@@ -262,9 +133,9 @@ class Player:
             self.now["input"] = self.now["input"].grad
 
     def forward(self, x: Tensor, options: dict) -> None:
-        if "asked" in options:  # whether the gradient of the model's own input is
-            options = {key: value for key, value in options.items() if key != "asked"}
-            self.now["input"] = x = x.clone().requires_grad_()
+        x, options = as_input(x, options)
+        if x.requires_grad:
+            self.now["input"] = x
         y = self.fsdp(x, **options)["y"]
         self.now["y"] = y.detach().clone()
         self.losses.append(y.float().square().mean() if y.dtype == torch.bfloat16 else y.square().mean())
@@ -482,10 +353,9 @@ class Played:
         first = not now.outputs
         for module in watched(self.model):
             module.be_watched(functools.partial(self.watch, now) if first else None)
-        x = x.double()
-        if "asked" in options:
-            options = {key: value for key, value in options.items() if key != "asked"}
-            now.inputs.append(x := x.clone().requires_grad_())
+        x, options = as_input(x.double(), options)
+        if x.requires_grad:
+            now.inputs.append(x)
         y = self.model(x, **options)["y"]
         now.outputs.append(y.detach())
         self.losses.append(y.square().mean())
@@ -675,22 +545,6 @@ def misconception(found: object, wanted: Tensor, before: Tensor | None, ranks: i
 
 
 # ----------------------------------------------------------------------------------------------------------- events
-
-
-def unit_sizes(model: Chain) -> dict[int, int]:
-    """Number of elements of each unit, and of the root's; of a model without ties."""
-    sizes = {layer.index: sum(p.numel() for p in layer.parameters()) for layer in model.layers}
-    return sizes | {ROOT: sum(p.numel() for p in model.parameters()) - sum(sizes.values())}
-
-
-def unit_parts(model: Chain) -> list[dict[torch.dtype, int]]:
-    """Number of elements of each unit but the root's, by dtype."""
-    parts: list[dict[torch.dtype, int]] = []
-    for layer in model.layers:
-        parts.append({})
-        for p in layer.parameters():
-            parts[-1][p.dtype] = parts[-1].get(p.dtype, 0) + p.numel()
-    return parts
 
 
 def of_unit(e: Event, op: str, numel: int, world_size: int) -> bool:

@@ -7,20 +7,8 @@ import torch
 from torch import Tensor
 
 from autograder.lab.ranks import PerRank, Run
-from autograder.suites.fsdp_calls import (
-    ROOT,
-    Case,
-    Played,
-    drawing,
-    listed,
-    marks,
-    of_unit,
-    on_ranks,
-    shard_all,
-    step_events,
-    unit_parts,
-    unit_sizes,
-)
+from autograder.suites.fsdp_calls import Case, Played, listed, marks, of_unit, on_ranks, shard_all, step_events
+from autograder.suites.fsdp_models import ROOT, drawing, unit_parts, unit_sizes
 from autograder.suites.kit import Expect, difference, dtype_name, expect_nothing_left, fail
 
 SMALL = 64  # bytes of scalars that do not count

@@ -13,20 +13,15 @@ from torch import Tensor
 from autograder.lab import gpt, memory
 from autograder.lab.ranks import OPTIMIZERS
 from autograder.suites.fsdp_calls import (
-    ROOT,
     Case,
-    Chain,
     Played,
-    chain,
     checkpointed_bytes,
     checkpointed_gradients,
-    drawing,
     foreign_unit,
     judge,
     listed,
     make,
     marks,
-    of_all_kinds,
     of_unit,
     on_ranks,
     play,
@@ -34,9 +29,6 @@ from autograder.suites.fsdp_calls import (
     shard_all,
     shard_mixed,
     step_events,
-    tie_across,
-    two_dtypes,
-    unit_sizes,
 )
 from autograder.suites.fsdp_judging import (
     SMALL,
@@ -50,6 +42,7 @@ from autograder.suites.fsdp_judging import (
     flat_cases,
     shards,
 )
+from autograder.suites.fsdp_models import ROOT, Chain, chain, drawing, of_all_kinds, tie_across, two_dtypes, unit_sizes
 from autograder.suites.kit import Expect, Module, Problem, check, difference, expect_nothing_left, fail, timeline
 
 INSTEAD = "it is what this module builds; an all-gather and a reduce-scatter are enough"

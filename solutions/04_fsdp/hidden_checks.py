@@ -2,7 +2,8 @@
 
 import torch
 
-from autograder.suites.fsdp_calls import Case, Chain, Played, drawing, judge, make, play, repeated
+from autograder.suites.fsdp_calls import Case, Played, judge, make, play, repeated
+from autograder.suites.fsdp_models import Chain, drawing
 from autograder.suites.kit import check, expect_nothing_left
 from autograder.suites.test_04_fsdp import (
     AHEAD,
