@@ -203,23 +203,27 @@ class Job:
                 return
 
     def _left_behind(self) -> list[str]:
-        """Child processes that ranks have started and not ended."""
+        """Child processes that ranks have started and not ended: what two looks in a row agree on.
+
+        One look can miss some: a child that ends while we look may have started another a moment before.
+        """
         own = psutil.Process().cmdline()
-        for _ in range(10):
-            left, commands = [], []
+        seen = None
+        for _ in range(20):
+            last, seen = seen, {}
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if process.pid in self.pids or process.status() == psutil.STATUS_ZOMBIE:
-                        continue
-                    commands.append(process.cmdline())
-                    if commands[-1] == own:
-                        left.append("child process made by os.fork or multiprocessing")
-                    else:
-                        left.append(f"child process '{' '.join(commands[-1])[:80] or process.name()}'")
-            if all(commands):
+                    ended = process.status() == psutil.STATUS_ZOMBIE
+                    seen[process.pid] = None if ended else process.cmdline()
+            if seen == last and [] not in seen.values():  # one without a command is just ending
                 break
-            time.sleep(0.002)  # one without a command is just ending, and may have started others: look again
-        return left
+        commands = [command for pid, command in seen.items() if command is not None and pid not in self.pids]
+        return [
+            "child process made by os.fork or multiprocessing"
+            if command == own
+            else f"child process '{' '.join(command)[:80] or 'without a command'}'"
+            for command in commands
+        ]
 
     def _end_all(self) -> None:
         """Kill the ranks and, for as long as any is left, every process below us."""
