@@ -64,9 +64,7 @@ def reworded(failure: ranks.RunFailed, file: Path, functions: dict[str, str]) ->
         facts.append(("your line", functions[called[1]]))
         facts.append(("perhaps", "keep the parameters of the skeleton, all of them and in the same order"))
         return Finding("failed", message, facts)
-    named = re.match(
-        r"(\w+) ", message
-    )  # what the check's own code says of a function: "save_checkpoint has closed ..."
+    named = re.match(r"(\w+) ", message)  # the check's own code says it of a function: "save_checkpoint has closed ..."
     if named and named[1] in functions and not failure.fact("your line"):
         failure.facts.append(("your line", functions[named[1]]))
     return failure

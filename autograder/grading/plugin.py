@@ -117,7 +117,8 @@ def is_check(item: pytest.Item) -> bool:
 def ranks(request: pytest.FixtureRequest):
     """`ranks(fn, world_size, *args)`: run a function on ranks that can load the student's file; returns the `Run`.
 
-    `ranks.definition(name)` is the line that defines one of the student's functions.
+    `ranks.definition(name)` is the line that defines one of the student's functions. A failure without a line of the
+    student's gets the one of `of`, where that is given.
     """
     from autograder.grading import loading
     from autograder.lab import ranks as lab_ranks
@@ -125,7 +126,7 @@ def ranks(request: pytest.FixtureRequest):
     module, grading = request.module.MODULE, request.config.stash[KEY]
     file = grading.file_of(module)
 
-    def run(fn: Callable, world_size: int, *args: object, **settings: object) -> lab_ranks.Run:
+    def run(fn: Callable, world_size: int, *args: object, of: str | None = None, **settings: object) -> lab_ranks.Run:
         grading.sizes.append(world_size)
         settings = {
             "timeout": module.timeout, "refuse": module.refuse, "refused_names": module.refused_names,
@@ -135,7 +136,10 @@ def ranks(request: pytest.FixtureRequest):
             grading.run = lab_ranks.run(fn, world_size, *args, student=file, **settings)
         except lab_ranks.RunFailed as failure:
             grading.run = failure.run
-            raise loading.reworded(failure, file, grading.functions[module.name]) from None
+            finding = loading.reworded(failure, file, grading.functions[module.name])
+            if of and finding.status in ("failed", "crashed") and not finding.fact("your line"):
+                finding.facts.append(("your line", run.definition(of)))
+            raise finding from None
         return grading.run
 
     functions = grading.functions[module.name]

@@ -163,7 +163,10 @@ class Player:
         self.now["state"] = self.fsdp.full_state_dict()
 
     def load(self, state: dict) -> None:
-        self.fsdp.load_full_state_dict(state)
+        given = {name: t.clone() for name, t in state.items()}
+        self.fsdp.load_full_state_dict(given)
+        for t in given.values():
+            t.zero_()  # it is the caller's, who goes on with it
 
     def refused(self, state: dict) -> None:
         try:
@@ -176,7 +179,9 @@ class Player:
 
     def look(self) -> None:
         self.now["names"] = [name for name, _ in self.fsdp.named_parameters()]
-        self.now["shards"] = [[p.detach().clone(), p.grad] for p in self.fsdp.parameters()]
+        self.now["shards"] = [
+            [p.detach().clone(), None if p.grad is None else p.grad.clone()] for p in self.fsdp.parameters()
+        ]
 
     def rest(self) -> None:
         self.now["held"] = self.live.settled()
@@ -366,10 +371,10 @@ class Played:
             now.seen.append((index, kept))
 
 
-def on_ranks(ranks: Callable, fn: Callable, *args: object) -> Run:
-    """Run a function on ranks; where memory was used that is not there, say what that most likely is in this module."""
+def on_ranks(ranks: Callable, of: str, fn: Callable, *args: object) -> Run:
+    """Run a function on ranks that uses this class; of freed memory that was used, say what that most likely is."""
     try:
-        return ranks(fn, *args)
+        return ranks(fn, *args, of=of)
     except Finding as failure:
         if "SIGSEGV" in failure.title or "storage of size 0" in failure.title:
             perhaps = (
@@ -388,14 +393,13 @@ def play(ranks: Callable, cases: list[Case], world_size: int, members: list[int]
             (c.name, c.models[i], c.programs[i], c.settings, (c.lr, c.decay), c.measured, c.checkpointed) for c in cases
         ]
     try:
-        run = on_ranks(ranks, play_cases, world_size, PerRank(own), members)
+        run = on_ranks(ranks, "FSDP", play_cases, world_size, PerRank(own), members)
     except Finding as failure:
         if failure.status in ("failed", "crashed"):
             hint = next((c.perhaps for c in cases if c.name == failure.fact("case")), None)
-            line = failure.fact("your line") or ranks.definition("FSDP")
             perhaps = "; ".join(filter(None, [failure.fact("perhaps"), hint])).replace("?;", "?")
-            failure.facts = [fact for fact in failure.facts if fact[0] not in ("your line", "perhaps")]
-            failure.facts += [("your line", line), *([("perhaps", perhaps)] if perhaps else [])]
+            failure.facts = [fact for fact in failure.facts if fact[0] != "perhaps"]
+            failure.facts += [("perhaps", perhaps)] if perhaps else []
         raise
     for rank in places:
         for case, found in zip(cases, run.values[rank], strict=True):

@@ -36,9 +36,8 @@ def expect_flat(ranks: Callable, rng: torch.Generator, world_size: int, members:
     cases = flat_cases(rng)
     places = members or list(range(world_size))
     n = len(places)
-    run = on_ranks(
-        ranks, shard_all, world_size, PerRank([cases if r in places else None for r in range(world_size)]), members
-    )
+    own = PerRank(cases if r in places else None for r in range(world_size))
+    run = on_ranks(ranks, "FlatShard", shard_all, world_size, own, members)
     where = ranks.definition("FlatShard")
     for number, (name, tensors, _) in enumerate(cases):
         flat = torch.cat([t.flatten() for t in tensors])

@@ -41,7 +41,10 @@ class Seen(nn.Module):
 
 
 class Layer(Seen):
-    """tanh(down(up(x))) + offset; `spare` takes part where it is asked for. With `aside`, up(x) is an output, too."""
+    """tanh(down(up(x))) + offset; `spare` takes part where it is asked for. With `aside`, up(x) is an output, too.
+
+    x comes as it is, or in a list in a dict: {"boxed": [x]}.
+    """
 
     def __init__(self, draw: Callable, index: int, width: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -52,7 +55,8 @@ class Layer(Seen):
         self.bias = nn.Parameter(draw(width))
         self.register_buffer("offset", draw(width))
 
-    def forward(self, x: Tensor, spare: bool = True, aside: bool = False) -> Tensor | tuple[Tensor, dict]:
+    def forward(self, x: Tensor | dict, spare: bool = True, aside: bool = False) -> Tensor | tuple[Tensor, dict]:
+        x = x["boxed"][0] if isinstance(x, dict) else x
         self.see("forward", x=x)
         h = F.linear(x, self.up)
         if spare:
@@ -74,10 +78,11 @@ class Chain(Seen):
 
     def forward(
         self, x: Tensor, *, order: list[int] | None = None, bare: Sequence[int] = (), aside: bool = False,
-        more: dict | None = None,
+        boxed: bool = False, more: dict | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Args: layers in the order of their use; those whose spare parameter is not used; whether each layer's second
-        output is added to the model's; lists of tensors that are only looked at."""
+        output is added to the model's; whether each gets its input in a box; lists of tensors that are only looked
+        at."""
         self.see(
             "forward", x=x, **{f"{k} {i}": t for k, tensors in (more or {}).items() for i, t in enumerate(tensors)}
         )
@@ -86,6 +91,8 @@ class Chain(Seen):
             spare = i not in bare
             if self.by_keyword and i % 2 == 1:
                 x = self.layers[i](x=x.float() if x.dtype == torch.bfloat16 else x, spare=spare)
+            elif boxed:
+                x = self.layers[i]({"boxed": [x]}, spare)
             elif aside:
                 x, more = self.layers[i](x, spare, aside=True)
                 total = total + more["aside"].sum(dim=1, keepdim=True)

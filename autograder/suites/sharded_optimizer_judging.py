@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from autograder.lab import ranks as lab_ranks
-from autograder.lab.findings import Finding
 from autograder.lab.ranks import PerRank, Run
 from autograder.suites.kit import Expect, difference, expect_nothing_left, fail, numbers_agree
 from autograder.suites.sharded_optimizer_calls import (
@@ -68,12 +67,7 @@ def make_all(ranks: Callable, batches: list[Batch], wrapper: str = "ShardedOptim
         places, own = batch.members or list(range(batch.p)), [None] * batch.p
         for i, rank in enumerate(places):
             own[rank] = [sent(c.of(i)) for c in batch.cases]
-        try:
-            run = ranks(play, batch.p, wrapper, PerRank(own), batch.members)
-        except Finding as failure:
-            if failure.status == "failed" and not failure.fact("your line"):
-                failure.facts.append(("your line", ranks.definition(wrapper)))
-            raise
+        run = ranks(play, batch.p, wrapper, PerRank(own), batch.members, of=wrapper)
         found.append((run, [next(singles) for _ in batch.cases]))
         for number, (case, single) in enumerate(zip(batch.cases, found[-1][1], strict=True)):
             for i, rank in enumerate(places):

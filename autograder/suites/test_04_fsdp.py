@@ -79,7 +79,7 @@ def test_flat_shard_values(ranks, rng):
 @check("flat_shard", "only the shard stays: ceil(S/N) bytes, measured", weight=4)
 def test_flat_shard_bytes(ranks, rng):
     cases = flat_cases(rng)
-    run = on_ranks(ranks, shard_all, 4, cases, None)
+    run = on_ranks(ranks, "FlatShard", shard_all, 4, cases, None)
     expect_flat_bytes(ranks, run, cases, 4)
 
 
@@ -244,9 +244,14 @@ def test_forward_backward_resident(ranks, rng):
 
 @check("forward_backward", "never more than one unit is gathered, measured", weight=4, section="A shard")
 def test_forward_backward_live(ranks, rng):
-    case = measured(rng, 2, "two steps of six equal units", [REST, STEP, REST, STEP, REST])
-    run = play(ranks, [case], 2)
-    expect_bounded(ranks, run, case, 0)
+    boxed = ("step", {"boxed": True})
+    cases = [
+        measured(rng, 2, "two steps of six equal units", [REST, STEP, REST, STEP, REST]),
+        measured(rng, 2, "two steps, units called with a list in a dict", [REST, boxed, REST, boxed, REST]),
+    ]
+    run = play(ranks, cases, 2)
+    for number, case in enumerate(cases):
+        expect_bounded(ranks, run, case, number)
 
 
 @check("forward_backward", "the first rank's weights and buffers; a group of some of the ranks", weight=2)
@@ -290,15 +295,17 @@ def test_forward_backward_twice(ranks, rng):
     make(ranks, cases, 2)
 
 
-@check("forward_backward", "units that return tuples and dicts of tensors; the gradient of the model's input", weight=2)
+@check("forward_backward", "units take and return tuples and dicts; the gradient of the model's input", weight=2)
 def test_forward_backward_outputs(ranks, rng):
-    asked = {"aside": True, "asked": True}
-    program = [("step", asked), UPDATE, ("step", asked), UPDATE, EVAL]
     perhaps = (
         "a unit's backward begins with the first gradient of any of its outputs, and has ended when the gradients of "
-        "its inputs are there"
+        "its inputs are there, also of those in lists and dicts"
     )
-    make(ranks, [one_case(rng, 2, "units that return a tensor and a dict", program, perhaps=perhaps)], 2)
+    cases = []
+    for name, option in (("that return a tensor and a dict", "aside"), ("called with a list in a dict", "boxed")):
+        step = ("step", {option: True, "asked": True})
+        cases.append(one_case(rng, 2, f"units {name}", [step, UPDATE, step, UPDATE, EVAL], perhaps=perhaps))
+    make(ranks, cases, 2)
 
 
 def expect_foreign_unit(ranks: Callable, rng: torch.Generator, name: str) -> None:
@@ -557,13 +564,15 @@ def test_mixed_precision_inputs(ranks, rng):
                     )
 
 
-@check("mixed_precision", "shards and their gradients are fp32", weight=2)
+@check("mixed_precision", "shards, their gradients and sums of gradients are fp32", weight=2)
 def test_mixed_precision_shards(ranks, rng):
-    case = one_case(rng, 2, "one step", [STEP, ("look",)], chain32, settings=BF16)
+    case = one_case(rng, 2, "the same micro-batch, once and three times", [STEP, ("look",)], chain32, settings=BF16)
+    case.programs = [[step, look, step, step, look] for step, look in case.programs]
     run = play(ranks, [case], 2)
     for rank in (0, 1):
-        for p, gradient in run.values[rank][0][1]["shards"]:
-            for what, tensor in (("shard", p), ("gradient", gradient)):
+        once, thrice = run.values[rank][0][1]["shards"], run.values[rank][0][4]["shards"]
+        for (p, gradient), (_, total) in zip(once, thrice, strict=True):
+            for what, tensor in (("shard", p), ("gradient", gradient), ("sum of gradients", total)):
                 if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
                     fail(
                         case=case.name,
@@ -572,6 +581,15 @@ def test_mixed_precision_shards(ranks, rng):
                         line=ranks.definition("FSDP"),
                         perhaps="only what is gathered is bf16: the optimizer's own numbers keep their precision",
                     )
+            wrong = difference(total, Expect(3 * gradient, torch.float32, 100))
+            if wrong:
+                fail(
+                    case=case.name,
+                    expected=f"a gradient of a shard three times that of one micro-batch: {wrong[0]}",
+                    found=f"{wrong[1]} (rank {rank})",
+                    line=ranks.definition("FSDP"),
+                    perhaps="add up in fp32: a sum in bf16 keeps 8 bits, and small terms vanish in it",
+                )
 
 
 @check("mixed_precision", "small updates are not lost: they arrive in fp32", weight=3)
@@ -715,7 +733,10 @@ def test_clip_and_save_load(ranks, rng):
     program = [STEP, ("load", state), ("eval",), ("save",), UPDATE, STEP, UPDATE, EVAL]
     program = [*[("refused", other) for other in refused.values()], *program]
     case = one_case(rng, 2, "the state of three ranks, loaded on two", program, state_model)
-    case.perhaps = "is the shard written in place? an optimizer that was made before must go on with it"
+    case.perhaps = (
+        "is every value copied, into the shards and buffers that are there? The optimizer goes on with the shards it "
+        "has, and the caller with the state"
+    )
     run = make(ranks, [case], 2)
     saved = len(refused) + 3
     expect_state(ranks, case, run.values[1][0][saved]["state"], Played(case).steps[saved].state, 1, "the state")

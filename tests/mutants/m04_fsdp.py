@@ -1271,6 +1271,27 @@ args = tuple(enter(x) if isinstance(x, Tensor) else x for x in args)
 """,
         new="",
     ),
+    Mutant(
+        problem="forward_backward",
+        check="forward_backward_live",
+        name="inputs in lists and dicts are not looked at",
+        old="for x in tree_leaves((args, kwargs)) if",
+        new="for x in [*args, *kwargs.values()] if",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        check="mixed_precision_shards",
+        name="micro-batches are added up in bf16",
+        old="else self.shard.grad + mine",
+        new="else (self.shard.grad + mine).to(self.full.dtype).to(mine.dtype)",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        check="clip_and_save_load",
+        name="buffers are the tensors of the state that was loaded",
+        old="tensor.copy_(state[name])",
+        new="tensor.data = state[name]",
+    ),
 ]
 
 ALTERNATIVES = [
