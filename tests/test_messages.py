@@ -292,3 +292,16 @@ def test_link_for_a_file(tmp_path):
 def test_misspelt_module(name, near):
     with pytest.raises(catalog.UnknownName, match=f"there is no module '{name}'. Did you mean {near}"):
         catalog.find_module(name)
+
+
+def test_a_fault_of_the_grader_is_told_as_one(tmp_path):
+    file = tmp_path / "more_checks.py"
+    file.write_text(
+        "from autograder.suites.kit import check\nfrom autograder.suites.test_01_collectives import MODULE\n\n\n"
+        '@check("broadcast", "more")\ndef test_more():\n    assert MODULE.files == []\n'
+    )
+    module = catalog.find_module("01_collectives")
+    report = session.grade_modules((module,), ROOT / "solutions", select="more", extra=(file,))
+    (fault,) = report.faults
+    assert fault.finding.title.startswith("the grader itself failed: AssertionError")
+    assert 'more_checks.py", line 7, in test_more' in fault.finding.fact("traceback")

@@ -1,8 +1,7 @@
 """A student's file before any problem is judged: whether it can be loaded, and what functions it has."""
 
-import contextlib
+import ast
 import difflib
-import inspect
 import re
 from pathlib import Path
 
@@ -35,15 +34,18 @@ def load(module: Module, file: Path) -> dict[str, str]:
 
 def _functions(context: ranks.rank_files.RankContext) -> dict[str, str]:
     """On a rank: the functions and classes that the student's file defines, each with its line."""
-    student, found = context.student, {}
-    for name, value in vars(student).items():
-        if inspect.isroutine(value) or inspect.isclass(value):
-            with contextlib.suppress(OSError, TypeError):  # without source, or not the student's own
-                file = inspect.getsourcefile(value)
-                lines, number = inspect.getsourcelines(value)
-                if file == student.__file__:
-                    found[name] = f"{Path(file).name}:{number}   {lines[0].strip()}"
-    return found
+    student = context.student
+    file = Path(student.__file__)
+    text = file.read_text()
+    lines, starts = text.splitlines(), {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            starts[node.name] = node.lineno
+    return {
+        name: f"{file.name}:{starts[name]}   {lines[starts[name] - 1].strip()}"
+        for name, value in vars(student).items()
+        if name in starts and getattr(value, "__module__", None) == student.__name__
+    }
 
 
 def reworded(failure: ranks.RunFailed, file: Path, functions: dict[str, str]) -> Finding:

@@ -67,9 +67,10 @@ def grade_modules(
         *("--import-mode", "importlib"),  # the hidden checks of all modules are in files of one name
     ]
     options += ["--maxfail", "1"] * stop_at_first
-    pytest.main([*options, *files], plugins=[selection])
+    code = pytest.main([*options, *files], plugins=[selection])
     if selection.error:
         raise selection.error
+    assert code not in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR), f"pytest ended with {code!r}"
     return _report(modules, grading, selection, time.monotonic() - begin)
 
 
@@ -86,6 +87,7 @@ class _Selection:
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         config.stash[plugin.KEY] = self.grading
+        config.option.tbstyle = "native"  # of our own faults; pytest's long form takes as much time as a check
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
