@@ -87,6 +87,7 @@ TARGETS = (
     "out is a file object that has been written to before",
     "no optimizer is passed to load_checkpoint",
 )
+NEIGHBOURS = "checkpoint-1000.pt", "notes.txt"  # files in the folder that are none of save_checkpoint's
 
 
 def besides_values(model: nn.Module) -> list:
@@ -101,6 +102,8 @@ def round_trips(context, states: dict, iteration: int) -> list[dict]:
     """On a rank: save to and load from each of the targets."""
     found, before = [], b"what stands before the checkpoint"
     with tempfile.TemporaryDirectory() as folder:
+        for name in NEIGHBOURS:
+            Path(folder, name).write_bytes(before)
         outs = Path(folder) / "checkpoint.pt", f"{folder}/checkpoint.pt", io.BytesIO(), io.BytesIO()
         for target, out in zip(TARGETS, outs, strict=True):
             context.case(target)

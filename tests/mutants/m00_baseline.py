@@ -1117,6 +1117,28 @@ start = torch.randint(0, len(tokens) - context_length, (1,)).item()
         old="    return losses\n",
         new="    return losses or None\n",
     ),
+    Mutant(
+        problem="checkpoint",
+        check="checkpoint_model",
+        name="keeps the last checkpoint only, by deleting all others",
+        old="    unfinished.replace(out)\n",
+        new="""\
+    unfinished.replace(out)
+    for other in Path(out).parent.glob("*.pt"):
+        if other != Path(out):
+            other.unlink()
+""",
+    ),
+    Mutant(
+        problem="train",
+        check="train_checkpoints",
+        name="saves where the loss is the lowest so far",
+        old="            save_checkpoint(model, optimizer, done, config.checkpoint_path)\n",
+        new="""\
+            if losses[-1] == min(losses):
+                save_checkpoint(model, optimizer, done, config.checkpoint_path)
+""",
+    ),
 ]
 
 ALTERNATIVES = [
