@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autograder.grading import catalog, session, terminal
+from autograder.grading import catalog, loading, session, terminal
 from autograder.suites import test_01_collectives as suite
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = (ROOT / "solutions/01_collectives/collectives.py").read_text()
+MODULE = suite.MODULE
 WAITS = "for work in dist.batch_isend_irecv(ops) if ops else []:"
 
 
@@ -305,3 +306,31 @@ def test_a_fault_of_the_grader_is_told_as_one(tmp_path):
     (fault,) = report.faults
     assert fault.finding.title.startswith("the grader itself failed: AssertionError")
     assert 'more_checks.py", line 7, in test_more' in fault.finding.fact("traceback")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda text: b"\xef\xbb\xbf" + text.encode(), "def broadcast(tensor: Tensor"),
+        (
+            lambda text: b"# -*- coding: latin-1 -*-\n# \xe9\n" + text.encode("latin-1", "replace"),
+            "def broadcast(tensor",
+        ),
+        (lambda text: b"# one page\x0c\n" + text.encode(), "def broadcast(tensor: Tensor"),
+        (
+            lambda text: f"{text}\n\nclass Tree:\n    def broadcast(self): ...\n".encode(),
+            "def broadcast(tensor: Tensor",
+        ),
+        (lambda text: (text.replace("def broadcast(", "def tree(") + "\n\nbroadcast = tree\n").encode(), "def tree("),
+        (lambda text: f"{text}\n\nif True:\n    def broadcast(again): ...\n".encode(), "def broadcast(again)"),
+    ],
+    ids=["byte-order mark", "latin-1", "form feed", "method of the same name", "another name", "under an if"],
+)
+def test_a_function_has_its_line_in_any_file_that_python_loads(change, line, tmp_path):
+    file = tmp_path / MODULE.name / MODULE.files[0]
+    file.parent.mkdir()
+    file.write_bytes(change(REFERENCE))
+    found = loading.load(MODULE, file)["broadcast"]
+    number = int(found.split(":")[1].split()[0])
+    assert file.read_bytes().split(b"\n")[number - 1].decode("latin-1").strip().startswith(line)
+    assert found.split("   ")[1].startswith(line)

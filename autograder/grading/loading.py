@@ -3,6 +3,8 @@
 import ast
 import difflib
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 from autograder.lab import ranks
@@ -35,17 +37,24 @@ def load(module: Module, file: Path) -> dict[str, str]:
 def _functions(context: ranks.rank_files.RankContext) -> dict[str, str]:
     """On a rank: the functions and classes that the student's file defines, each with its line."""
     student = context.student
-    file = Path(student.__file__)
-    text = file.read_text()
-    lines, starts = text.splitlines(), {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            starts[node.name] = node.lineno
-    return {
-        name: f"{file.name}:{starts[name]}   {lines[starts[name] - 1].strip()}"
-        for name, value in vars(student).items()
-        if name in starts and getattr(value, "__module__", None) == student.__name__
-    }
+    with tokenize.open(student.__file__) as file:  # in the file's own encoding, with or without a byte-order mark
+        text = file.read()
+    lines = text.split("\n")
+
+    def definitions(node: ast.AST) -> Iterator[tuple[str, int]]:
+        """Those at the top, also under an `if` or `try`, but not within one another."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield child.name, child.lineno
+            else:
+                yield from definitions(child)
+
+    starts, found = dict(definitions(ast.parse(text))), {}
+    for name, value in vars(student).items():
+        start = starts.get(name) or starts.get(getattr(value, "__name__", None))  # the second: another name for it
+        if start and getattr(value, "__module__", None) == student.__name__:
+            found[name] = f"{Path(student.__file__).name}:{start}   {lines[start - 1].strip()}"
+    return found
 
 
 def reworded(failure: ranks.RunFailed, file: Path, functions: dict[str, str]) -> Finding:

@@ -70,7 +70,8 @@ def grade_modules(
     code = pytest.main([*options, *files], plugins=[selection])
     if selection.error:
         raise selection.error
-    assert code not in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR), f"pytest ended with {code!r}"
+    if code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
+        raise RuntimeError(f"pytest ended with {code!r}")
     return _report(modules, grading, selection, time.monotonic() - begin)
 
 
