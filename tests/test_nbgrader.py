@@ -188,9 +188,15 @@ def test_each_graded_cell_is_one_call_whose_points_are_the_cells(source: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["01_collectives", "02_ddp"])  # 02 builds on a module that is not handed in with it
-def test_nbgrader_grades_the_module(module: str, tmp_path: Path) -> None:
-    """A half-done file of a real module, through nbgrader and the real suite: what is done earns all of its points."""
+@pytest.mark.parametrize(
+    ("module", "students"),
+    [
+        ("01_collectives", ["reference", "half", "skeleton"]),
+        ("02_ddp", ["reference"]),  # it builds on an earlier module, which is not handed in with it
+    ],
+)
+def test_nbgrader_grades_the_module(module: str, students: list[str], tmp_path: Path) -> None:
+    """Reference, half-done file and skeleton of a real module, through nbgrader and the real suite."""
     root = tmp_path
     source = tiny_course.ROOT / "solutions" / module
     shutil.copy(tiny_course.ROOT / "nbgrader_config.py", root)
@@ -204,10 +210,17 @@ def test_nbgrader_grades_the_module(module: str, tmp_path: Path) -> None:
     functions = _functions_of_regions(solution)
     problems = [name for name in functions if name in points]
     done = functions.index(problems[len(problems) // 2]) if problems else len(functions) // 2
-    submit(root, "half", module, **{stem: fill_in(skeleton, solution, regions=done)})
+    regions = {"reference": len(functions), "half": done, "skeleton": 0}  # how many of them are filled in
+    for student in students:
+        submit(root, student, module, **{stem: fill_in(skeleton, solution, regions[student])})
     tiny_course.nbgrader(root, f"autograde {module}")
 
-    half = _select(tiny_course.scores(root, module)["half"], points)
+    scores = {student: _select(cells, points) for student, cells in tiny_course.scores(root, module).items()}
+    assert scores["reference"] == points
+    if "half" not in students:
+        return
+    assert scores["skeleton"] == dict.fromkeys(points, 0)
+    half = scores["half"]
     assert 0 < sum(half.values()) < sum(points.values())
     # A problem may have several functions, and then no function has its name.
     for name in problems:
