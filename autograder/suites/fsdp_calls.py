@@ -561,10 +561,10 @@ def marks(events: Iterable[Event], text: str) -> list[Event]:
     return [e for e in events if e.op == "span" and e.api == text]
 
 
-def step_events(run: Run, rank: int, number: int, kind: str = "step") -> list[Event]:
-    """All that a rank did in the first step of this kind of a case, marks too, in order."""
+def step_events(run: Run, rank: int, number: int, kind: str = "step", step: int = 0) -> list[Event]:
+    """All that a rank did in a step of this kind of a case, the first by default, marks too, in order."""
     events = timeline(run, rank, number)
-    span = next(e for e in events if e.op == "span" and e.api == kind)
+    span = [e for e in events if e.op == "span" and e.api == kind][step]
     return [e for e in events if span.order < e.order < (span.done_order or float("inf"))]
 
 

@@ -12,6 +12,7 @@ from autograder.suites.fsdp_models import ROOT, drawing, unit_parts, unit_sizes
 from autograder.suites.kit import Expect, difference, dtype_name, expect_nothing_left, fail
 
 SMALL = 64  # bytes of scalars that do not count
+AGAIN = "a unit is gathered more often than asked: what is there, or on its way, is not gathered again; no hook twice"
 
 
 def shards(total: int, world_size: int) -> int:
@@ -112,12 +113,51 @@ def expect_flat_bytes(ranks: Callable, run: Run, rng_cases: list, world_size: in
                 )
 
 
-def expect_order(ranks: Callable, run: Run, case: Case, number: int, keep: bool) -> None:
+def kept(case: Case) -> bool:
+    """Whether its units stay gathered from forward to backward."""
+    return not case.settings.get("reshard_after_forward", True)
+
+
+def expect_traffic(ranks: Callable, run: Run, case: Case, number: int, step: int = 0) -> None:
+    """A step of a float64 model sends 3(N-1)/N·S bytes, or 2(N-1)/N·S; the root may stay gathered in any case."""
+    n, sizes, times = run.world_size, unit_sizes(case.models[0]), 2 if kept(case) else 3
+    most = times * sum(n * shards(numel, n) for numel in sizes.values()) * 8 * (n - 1) // n + SMALL
+    least = (times * sum(numel for i, numel in sizes.items() if i != ROOT) + 2 * sizes[ROOT]) * 8 * (n - 1) // n
+    for rank in range(n):
+        events = step_events(run, rank, number, step=step)
+        found = sum(e.sent for e in events)
+        if least <= found <= most:
+            continue
+        big = [e for e in events if e.is_collective]
+        reduced = [e for e in big if e.op == "all_reduce" and e.nbytes > SMALL]
+        gathers = [e for e in big if e.op == "all_gather"]
+        again = gathers if len(gathers) > (times - 1) * len(sizes) else []
+        fail(
+            case=in_step(case, step),
+            expected=f"rank {rank} sends about {times}(N-1)/N·S = "
+            f"{times * sum(sizes.values()) * 8 * (n - 1) / n:.0f} bytes (N = {n}, S = {sum(sizes.values()) * 8})",
+            found=f"{found} bytes: {listed(big)}",
+            line=(reduced or again or big or [ranks.definition("FSDP")])[-1],
+            perhaps="an all_reduce is a reduce_scatter and an all_gather: half of what it sends is thrown away here"
+            if reduced
+            else AGAIN
+            if again
+            else None,
+        )
+
+
+def in_step(case: Case, step: int) -> str:
+    """The case, and which of its steps it is where it is not the first."""
+    return f"{case.name}, in step {step + 1}" if step else case.name
+
+
+def expect_order(ranks: Callable, run: Run, case: Case, number: int, step: int = 0) -> None:
     """Each unit is gathered before its forward and again before its backward, then its gradients are scattered."""
+    keep = kept(case)
     n, sizes = run.world_size, unit_sizes(case.models[0])
     asked = ["all_gather", "forward", *([] if keep else ["all_gather"]), "backward", "reduce_scatter"]
     for rank in range(n):
-        events = step_events(run, rank, number)
+        events = step_events(run, rank, number, step=step)
         for i in range(len(sizes) - 1):
             numel = sizes[i]
             moments = [marks(events, f"{kind} {i}")[0] for kind in ("forward", "backward")]
@@ -127,16 +167,16 @@ def expect_order(ranks: Callable, run: Run, case: Case, number: int, keep: bool)
             own = sorted([*gathers, *scatters, *others, *moments], key=lambda e: e.order)
             if [e.api.split()[0] if e in moments else e.op for e in own] != asked:
                 fail(
-                    case=case.name,
+                    case=in_step(case, step),
                     expected=f"unit {i} ({numel} elements), in order: {', '.join(asked)}",
                     found=f"{listed(own)} (rank {rank})",
-                    line=(others or scatters or gathers or [ranks.definition("FSDP")])[-1],
+                    line=(others or gathers[2:] or scatters or gathers or [ranks.definition("FSDP")])[-1],
                     perhaps=why_not_in_order(len(gathers), len(scatters), keep),
                 )
             for e, moment in zip(gathers, moments, strict=False):
                 if e.done_order is None or e.done_order > moment.order:
                     fail(
-                        case=case.name,
+                        case=in_step(case, step),
                         expected="a unit's all_gather is waited for before it computes",
                         found=f"unit {i} on rank {rank} computes first",
                         line=e,
@@ -147,6 +187,8 @@ def why_not_in_order(gathers: int, scatters: int, keep: bool) -> str | None:
     """The likely reason, from how many collectives a unit had in a step."""
     if not gathers and not scatters:
         return "this unit is not sharded at all, or not as one: parameters of a unit travel together"
+    if gathers > 2:
+        return AGAIN
     if gathers == 1 and not keep:
         return (
             "freed after forward, a unit must come back before its backward; to stay gathered is what "
@@ -160,8 +202,12 @@ def why_not_in_order(gathers: int, scatters: int, keep: bool) -> str | None:
 
 
 def expect_bounded(ranks: Callable, run: Run, case: Case, number: int, most: int = 1) -> None:
-    """In the second step of a program "rest", "step", "rest", "step", no more is held than `most` units allow."""
+    """In the second step of a program "rest", "step", "rest", "step", no more is held than `most` units allow.
+
+    Frozen units have no gradients: there parameters are counted alone.
+    """
     sizes = unit_sizes(case.models[0])
+    gradients = any(p.requires_grad for p in case.models[0].layers.parameters())
     unit, root = 4 * sizes[0], 4 * sizes[ROOT]
     for rank in range(run.world_size):
         _, _, rest, step, *_ = run.values[rank][number]
@@ -169,7 +215,7 @@ def expect_bounded(ranks: Callable, run: Run, case: Case, number: int, most: int
             if i == ROOT:
                 continue
             extra = (held - rest["held"] - root) / unit
-            backward = kind == "backward"
+            backward = kind == "backward" and gradients
             limit = 2 * most if backward else most
             if extra <= limit + (0.9 if backward else 0.5):  # activations, and the reduced shard of a gradient
                 continue
@@ -193,12 +239,14 @@ def expect_bounded(ranks: Callable, run: Run, case: Case, number: int, most: int
             )
 
 
-def expect_ahead(ranks: Callable, run: Run, case: Case, number: int, kind: str) -> None:
-    """The next unit's all_gather is issued before this unit computes, and not waited for before."""
+def expect_ahead(
+    ranks: Callable, run: Run, case: Case, number: int, kind: str, *, of: str = "step", step: int = 0
+) -> None:
+    """In a step `of` this kind, the next unit's all_gather comes before this one computes, and no wait for it does."""
     parts = unit_parts(case.models[0])
     units, n = len(parts), run.world_size
     for rank in range(n):
-        events = step_events(run, rank, number)
+        events = step_events(run, rank, number, of, step)
         places = [(i, i + 1 if kind == "forward" else i - 1) for i in range(units)]
         for i, other, (dtype, numel) in [
             (*p, part) for p in places if 0 <= p[1] < units for part in parts[p[1]].items()
@@ -213,7 +261,7 @@ def expect_ahead(ranks: Callable, run: Run, case: Case, number: int, kind: str) 
             word = "next" if kind == "forward" else "previous"
             if not early:
                 fail(
-                    case=case.name,
+                    case=f"{in_step(case, step)}, under no_grad" if of == "eval" else in_step(case, step),
                     expected=f"the all_gather of unit {other}, the {word} one, before the {kind} of unit {i} starts"
                     + (f" (its {numel} elements of {dtype_name(dtype)})" if len(parts[other]) > 1 else ""),
                     found=f"{listed([e for e in events if e in gathers or e in (start, begin)])} (rank {rank})",
@@ -222,7 +270,7 @@ def expect_ahead(ranks: Callable, run: Run, case: Case, number: int, kind: str) 
                 )
             if early[-1].done_order is not None and early[-1].done_order < start.order:
                 fail(
-                    case=case.name,
+                    case=f"{in_step(case, step)}, under no_grad" if of == "eval" else in_step(case, step),
                     expected=f"the all_gather of unit {other} is under way while unit {i} computes its {kind}",
                     found=f"it is waited for before (rank {rank})",
                     line=early[-1],

@@ -39,6 +39,7 @@ from autograder.suites.fsdp_judging import (
     expect_norm,
     expect_order,
     expect_state,
+    expect_traffic,
     flat_cases,
     shards,
 )
@@ -123,6 +124,7 @@ def test_flat_shard_dtypes(ranks, rng):
 
 STEP, UPDATE, EVAL = ("step",), ("update",), ("eval",)
 TWO_STEPS = [STEP, UPDATE, STEP, UPDATE, EVAL]
+KEEP, AHEAD, BF16 = {"reshard_after_forward": False}, {"prefetch": True}, {"param_dtype": torch.bfloat16}
 
 
 def one_case(
@@ -153,48 +155,26 @@ def test_forward_backward_padding(ranks, rng):
     make(ranks, [one_case(rng, 4, "units of 17, 28 and 50 elements, float32", TWO_STEPS, model, terms=2000)], 4)
 
 
+def expect_in_two_steps(ranks: Callable, rng: torch.Generator, expect: Callable, world_size: int, **settings) -> None:
+    """What is expected of the order or the bytes of a step holds in the first one and in the second."""
+    cases = [
+        one_case(rng, world_size, f"two steps{name}", [STEP, UPDATE, STEP], settings=settings | keep)
+        for name, keep in (("", {}), (", reshard_after_forward=False", KEEP))
+    ]
+    run = make(ranks, cases, world_size)
+    for number, case in enumerate(cases):
+        for step in (0, 1):
+            expect(ranks, run, case, number, step)
+
+
 @check("forward_backward", "gather before forward, again before backward, scatter after", weight=4)
 def test_forward_backward_order(ranks, rng):
-    cases = [
-        one_case(rng, 2, "one step", [STEP]),
-        one_case(rng, 2, "one step, reshard_after_forward=False", [STEP], settings={"reshard_after_forward": False}),
-    ]
-    run = make(ranks, cases, 2)
-    for number, case in enumerate(cases):
-        expect_order(ranks, run, case, number, keep=number == 1)
+    expect_in_two_steps(ranks, rng, expect_order, 2)
 
 
 @check("forward_backward", "3(N-1)/N·S bytes a step, 2(N-1)/N·S without freeing", weight=3)
 def test_forward_backward_traffic(ranks, rng):
-    n = 4
-    cases = [
-        one_case(rng, n, "one step", [STEP]),
-        one_case(rng, n, "one step, reshard_after_forward=False", [STEP], settings={"reshard_after_forward": False}),
-    ]
-    run = make(ranks, cases, n)
-    for number, case in enumerate(cases):
-        sizes = unit_sizes(case.models[0])
-        times = 3 - number
-        padded = {i: n * shards(numel, n) for i, numel in sizes.items()}
-        most = times * sum(padded.values()) * 8 * (n - 1) // n + SMALL
-        least = (times * sum(numel for i, numel in sizes.items() if i != ROOT) + 2 * sizes[ROOT]) * 8 * (n - 1) // n
-        for rank in range(n):
-            events = step_events(run, rank, number)
-            found = sum(e.sent for e in events)
-            if least <= found <= most:
-                continue
-            big = [e for e in events if e.is_collective]
-            reduced = [e for e in big if e.op == "all_reduce" and e.nbytes > SMALL]
-            fail(
-                case=case.name,
-                expected=f"rank {rank} sends about {times}(N-1)/N·S = "
-                f"{times * sum(sizes.values()) * 8 * (n - 1) / n:.0f} bytes (N = {n}, S = {sum(sizes.values()) * 8})",
-                found=f"{found} bytes: {listed(big)}",
-                line=(reduced or big or [ranks.definition("FSDP")])[-1],
-                perhaps="an all_reduce is a reduce_scatter and an all_gather: half of what it sends is thrown away here"
-                if reduced
-                else None,
-            )
+    expect_in_two_steps(ranks, rng, expect_traffic, 4)
 
 
 def wide(rng: torch.Generator) -> Chain:
@@ -204,18 +184,22 @@ def wide(rng: torch.Generator) -> Chain:
     return model
 
 
-def measured(rng: torch.Generator, world_size: int, name: str, program: list, **fields) -> Case:
+def measured(
+    rng: torch.Generator, world_size: int, name: str, program: list, frozen_units: bool = False, **fields
+) -> Case:
     models = [wide(rng) for _ in range(world_size)]
+    for model in models:
+        model.layers.requires_grad_(not frozen_units)
     return Case(name, models, repeated(rng, world_size, program, torch.float32, 64), measured=True, **fields)
 
 
 REST = ("rest",)
 
 
-@check("forward_backward", "between steps only shards are held, measured", weight=3)
-def test_forward_backward_resident(ranks, rng):
-    n = 3
-    case = measured(rng, n, "construction, then one step", [REST, STEP, REST, UPDATE, EVAL, REST])
+def expect_resident(ranks: Callable, rng: torch.Generator, settings: dict) -> None:
+    """Between steps 1/N of the parameters is held, and of the gradients where there are any."""
+    n, keep = 3, settings == KEEP  # what a forward under no_grad leaves gathered is open there
+    case = measured(rng, n, "one step", [REST, STEP, REST, *([] if keep else [UPDATE, EVAL, REST])], settings=settings)
     run = play(ranks, [case], n)
     sizes = unit_sizes(case.models[0])
     whole = 4 * sum(sizes.values())
@@ -228,11 +212,13 @@ def test_forward_backward_resident(ranks, rng):
             (2, 2 * mine, "after backward, with the gradients' shards,"),
             (5, mine, "after a forward under no_grad"),
         ):
+            if at >= len(steps):
+                continue
             found = steps[at]["held"] - buffers
             if found <= limit + 0.05 * whole:
                 continue
             fail(
-                case=f"{case.name}, {n} ranks",
+                case=f"{case.name}, {', '.join(f'{k}={v}' for k, v in settings.items()) or 'plain'}, {n} ranks",
                 expected=f"{limit} bytes {what} on rank {rank}: 1/N of {whole}, for each kind",
                 found=f"{found} bytes",
                 line=ranks.definition("FSDP"),
@@ -242,12 +228,19 @@ def test_forward_backward_resident(ranks, rng):
             )
 
 
+@check("forward_backward", "between steps only shards are held, measured", weight=3)
+def test_forward_backward_resident(ranks, rng):
+    expect_resident(ranks, rng, {})
+    expect_resident(ranks, rng, KEEP)
+
+
 @check("forward_backward", "never more than one unit is gathered, measured", weight=4, section="A shard")
 def test_forward_backward_live(ranks, rng):
     boxed = ("step", {"boxed": True})
     cases = [
         measured(rng, 2, "two steps of six equal units", [REST, STEP, REST, STEP, REST]),
         measured(rng, 2, "two steps, units called with a list in a dict", [REST, boxed, REST, boxed, REST]),
+        measured(rng, 2, "two steps of six equal units, frozen", [REST, STEP, REST, STEP, REST], frozen_units=True),
     ]
     run = play(ranks, cases, 2)
     for number, case in enumerate(cases):
@@ -466,31 +459,41 @@ def test_gradients_dtypes(ranks, rng):
 
 # ----------------------------------------------------------------------------------------------------------- prefetch
 
-AHEAD = {"prefetch": True}
-
 
 @check("prefetch", "in forward, the next unit is on its way while this one computes", weight=3)
 def test_prefetch_forward(ranks, rng):
     cases = [
-        one_case(rng, 2, "one step", [STEP], settings=AHEAD),
-        one_case(rng, 2, "one step, reshard_after_forward=False", [STEP],
-                 settings=AHEAD | {"reshard_after_forward": False}),
+        one_case(rng, 2, "two steps", [STEP, UPDATE, STEP, EVAL], settings=AHEAD),
+        one_case(rng, 2, "one step, reshard_after_forward=False", [STEP], settings=AHEAD | KEEP),
         one_case(rng, 2, "one step, units of two dtypes", [STEP], two_dtypes, settings=AHEAD, terms=10**10),
-    ]  # fmt: skip
+    ]
     run = make(ranks, cases, 2)
     for number, case in enumerate(cases):
         expect_ahead(ranks, run, case, number, "forward")
+    expect_ahead(ranks, run, cases[0], 0, "forward", step=1)
+    expect_ahead(ranks, run, cases[0], 0, "forward", of="eval")
 
 
 @check("prefetch", "in backward, the previous one", weight=3)
 def test_prefetch_backward(ranks, rng):
     cases = [
-        one_case(rng, 2, "one step", [STEP], settings=AHEAD),
+        one_case(rng, 2, "two steps", [STEP, UPDATE, STEP], settings=AHEAD),
         one_case(rng, 2, "one step, units of two dtypes", [STEP], two_dtypes, settings=AHEAD, terms=10**10),
-    ]  # fmt: skip
+    ]
     run = make(ranks, cases, 2)
     for number, case in enumerate(cases):
         expect_ahead(ranks, run, case, number, "backward")
+    expect_ahead(ranks, run, cases[0], 0, "backward", step=1)
+
+
+@check("prefetch", "what is gathered ahead is not gathered again: as many bytes as without", weight=2)
+def test_prefetch_traffic(ranks, rng):
+    expect_in_two_steps(ranks, rng, expect_traffic, 2, **AHEAD)
+
+
+@check("prefetch", "a group of some of the ranks", weight=1)
+def test_prefetch_subgroup(ranks, rng):
+    make(ranks, [one_case(rng, 2, "a group of ranks [1, 3]", TWO_STEPS, settings=AHEAD)], 4, members=[1, 3])
 
 
 @check("prefetch", "the values stay what they are, whatever order the units come in", weight=3)
@@ -507,16 +510,21 @@ def test_prefetch_values(ranks, rng):
     make(ranks, cases, 2)
 
 
-@check("prefetch", "never more than two units are gathered, measured", weight=2)
+@check("prefetch", "never more than two units are gathered, and none between steps, measured", weight=2)
 def test_prefetch_live(ranks, rng):
-    case = measured(rng, 2, "two steps of six equal units", [REST, STEP, REST, STEP, REST], settings=AHEAD)
-    run = play(ranks, [case], 2)
-    expect_bounded(ranks, run, case, 0, most=2)
+    cases = [
+        measured(rng, 2, f"two steps of six equal units{name}", [REST, STEP, REST, STEP, REST], settings=AHEAD,
+                 frozen_units=bool(name))
+        for name in ("", ", frozen")
+    ]  # fmt: skip
+    run = play(ranks, cases, 2)
+    for number, case in enumerate(cases):
+        expect_bounded(ranks, run, case, number, most=2)
+    expect_resident(ranks, rng, AHEAD)
 
 
 # ---------------------------------------------------------------------------------------------------- mixed_precision
 
-BF16 = {"param_dtype": torch.bfloat16}
 CAST = "parameters are gathered in param_dtype, and floating inputs of the module and of each unit are cast to it"
 
 
@@ -617,11 +625,16 @@ def test_mixed_precision_masters(ranks, rng):
 
 @check("mixed_precision", "half the bytes are gathered", weight=2)
 def test_mixed_precision_traffic(ranks, rng):
-    case = one_case(rng, 2, "one step", [STEP], chain32, settings=BF16)
-    run = play(ranks, [case], 2)
-    for rank in (0, 1):
-        for e in step_events(run, rank, 0):
-            if e.op == "all_gather" and e.dtype != "bfloat16":
+    n = 2
+    case = one_case(rng, n, "one step", [STEP], chain32, settings=BF16)
+    run = play(ranks, [case], n)
+    sizes = unit_sizes(case.models[0])
+    most = 2 * sum(n * shards(numel, n) for numel in sizes.values()) * 2 * (n - 1) // n + SMALL
+    least = (2 * sum(sizes.values()) - sizes[ROOT]) * 2 * (n - 1) // n
+    for rank in range(n):
+        gathers = [e for e in step_events(run, rank, 0) if e.op == "all_gather"]
+        for e in gathers:
+            if e.dtype != "bfloat16":
                 fail(
                     case=case.name,
                     expected="all_gathers of bfloat16",
@@ -629,6 +642,20 @@ def test_mixed_precision_traffic(ranks, rng):
                     line=e,
                     perhaps="cast the shard before it is gathered, not the whole after",
                 )
+        sent = sum(e.sent for e in gathers)
+        if not least <= sent <= most:
+            fail(
+                case=case.name,
+                expected=f"each unit gathered for forward and again for backward: {least} to {most} bytes",
+                found=f"{sent} bytes: {listed(gathers)} (rank {rank})",
+                line=(gathers or [ranks.definition("FSDP")])[-1],
+                perhaps="param_dtype changes what is gathered, not when: units are freed after forward as without it",
+            )
+
+
+@check("mixed_precision", "between steps only shards are held, measured", weight=1)
+def test_mixed_precision_resident(ranks, rng):
+    expect_resident(ranks, rng, BF16)
 
 
 # ------------------------------------------------------------------------------------------------------ clip_and_save

@@ -4,7 +4,7 @@ What a mutant gets wrong is said in its name. Most of them train, and many are r
 backward over units that divide evenly, whose parameters are all used and trained.
 """
 
-from tests.mutants import Alternative, Mutant
+from tests.mutants import Alternative, Mutant, Rewrite
 
 MUTANTS = [
     # flat_shard
@@ -1291,6 +1291,126 @@ args = tuple(enter(x) if isinstance(x, Tensor) else x for x in args)
         name="buffers are the tensors of the state that was loaded",
         old="tensor.copy_(state[name])",
         new="tensor.data = state[name]",
+    ),
+    Mutant(
+        problem="prefetch",
+        check="prefetch_traffic",
+        name="with prefetch, units are freed after forward whatever was asked",
+        old="        if self.reshard_after_forward or not outputs:",
+        new="        if self.reshard_after_forward or self.prefetch or not outputs:",
+    ),
+    Mutant(
+        problem="prefetch",
+        check="prefetch_forward",
+        name="nothing is gathered ahead under no_grad",
+        old="        if self.prefetch and i + 1 < self.root:",
+        new="        if self.prefetch and i + 1 < self.root and torch.is_grad_enabled():",
+    ),
+    Mutant(
+        problem="prefetch",
+        check="prefetch_live",
+        name="three units are gathered ahead in backward",
+        old="            for flat in self.units[i - 1]:\n                flat.start_unshard()\n",
+        new="""\
+            for j in range(max(0, i - 3), i):
+                for flat in self.units[j]:
+                    flat.start_unshard()
+""",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        check="mixed_precision_traffic",
+        name="with param_dtype, units stay gathered after forward",
+        old="        if self.reshard_after_forward or not outputs:",
+        new="        if (self.reshard_after_forward and self.param_dtype is None) or not outputs:",
+    ),
+    Mutant(
+        problem="mixed_precision",
+        check="mixed_precision_resident",
+        name="keeps a full fp32 copy beside what is gathered",
+        old="        self.work, self.gathered = None, True\n",
+        new="        self.work, self.gathered = None, True\n        self.copy = self.full.to(self.shard.dtype)\n",
+    ),
+    Mutant(
+        problem="forward_backward",
+        check="forward_backward_order",
+        name="from the second step on, everything is gathered at the start of forward",
+        old="        self.in_backward, self.end_is_known = set(), False\n",
+        new="""\
+        self.in_backward, self.end_is_known = set(), False
+        if self.__dict__.get("warm"):
+            for flat in self._flat_shards():
+                flat.unshard()
+                flat.reshard()
+        self.warm = True
+""",
+    ),
+    Rewrite(
+        problem="forward_backward",
+        check="forward_backward_live",
+        name="each unit is freed one unit late in backward",
+        source="""\
+class FSDP(FSDP):
+    late = ()
+
+    def after_backward(self, i):
+        if i not in self.in_backward:
+            return
+        self.in_backward.remove(i)
+        for flat in self.units[i]:
+            if flat.shard.requires_grad:
+                flat.reduce_gradient()
+        for flat in self.late:
+            flat.reshard()
+        self.late = [] if i == self.root else self.units[i]
+""",
+    ),
+    Rewrite(
+        problem="forward_backward",
+        check="forward_backward_resident",
+        name="with reshard_after_forward=False, units are never freed",
+        source="""\
+class FSDP(FSDP):
+    def after_backward(self, i):
+        if i in self.in_backward:
+            self.in_backward.remove(i)
+            for flat in self.units[i]:
+                if flat.shard.requires_grad:
+                    flat.reduce_gradient()
+                if self.reshard_after_forward:
+                    flat.reshard()
+
+    def end_of_backward(self):
+        self.end_is_known = False
+        for i in sorted(self.in_backward):
+            self.after_backward(i)
+""",
+    ),
+    Rewrite(
+        problem="prefetch",
+        check="prefetch_forward",
+        name="gathers ahead in the first step only",
+        source="""\
+class FSDP(FSDP):
+    def end_of_backward(self):
+        super().end_of_backward()
+        self.prefetch = False
+""",
+    ),
+    Rewrite(
+        problem="prefetch",
+        check="prefetch_subgroup",
+        name="what is gathered ahead is gathered from all ranks",
+        source="""\
+class FSDP(FSDP):
+    def before_forward(self, i, args, kwargs):
+        if self.prefetch and i + 1 < self.root:
+            for flat in self.units[i + 1]:
+                flat.group, group = None, flat.group
+                flat.start_unshard()
+                flat.group = group
+        return super().before_forward(i, args, kwargs)
+""",
     ),
 ]
 
