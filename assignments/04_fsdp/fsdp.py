@@ -242,7 +242,7 @@ class FSDP(nn.Module):
             state: the same on every rank, as `full_state_dict` returns it.
 
         Raises:
-            ValueError: a name or a shape is not the module's.
+            ValueError: a name or a shape is not the module's; nothing has been changed then.
         """
         raise NotImplementedError("not implemented yet")
 

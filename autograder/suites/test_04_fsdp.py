@@ -751,22 +751,30 @@ def test_clip_and_save_load(ranks, rng):
     run = make(ranks, [first], 3)
     state = run.values[0][0][2]["state"]
     expect_state(ranks, first, state, Played(first).steps[2].state, 0, "the state")
-    name = "layers.0.up"
-    refused = {
-        "a name is missing": {k: t for k, t in state.items() if k != name},
-        "there is a name too many": state | {"more": torch.zeros(2)},
-        "a tensor has another shape, of as many elements": state | {name: state[name].t()},
-    }
-    program = [STEP, ("load", state), ("eval",), ("save",), UPDATE, STEP, UPDATE, EVAL]
-    program = [*[("refused", other) for other in refused.values()], *program]
-    case = one_case(rng, 2, "the state of three ranks, loaded on two", program, state_model)
+    case = one_case(rng, 2, "the state of three ranks, loaded on two",
+                    [STEP, ("load", state), ("eval",), ("save",), UPDATE, STEP, UPDATE, EVAL], state_model)  # fmt: skip
     case.perhaps = (
         "is every value copied, into the shards and buffers that are there? The optimizer goes on with the shards it "
         "has, and the caller with the state"
     )
     run = make(ranks, [case], 2)
-    saved = len(refused) + 3
-    expect_state(ranks, case, run.values[1][0][saved]["state"], Played(case).steps[saved].state, 1, "the state")
+    expect_state(ranks, case, run.values[1][0][3]["state"], Played(case).steps[3].state, 1, "the state")
+
+
+@check("clip_and_save", "a state that does not fit is a ValueError, and changes nothing", weight=1)
+def test_clip_and_save_refused(ranks, rng):
+    state, name, buffer = state_model(rng).state_dict(), "layers.2.down", "layers.2.offset"
+    refused = {
+        "a name is missing": {k: t for k, t in state.items() if k != name},
+        "there is a name too many": state | {"more": torch.zeros(2)},
+        "a tensor has another shape, of as many elements": state | {name: state[name].t()},
+        "a buffer is missing": {k: t for k, t in state.items() if k != buffer},
+        "a buffer has another shape": state | {buffer: state[buffer][:1]},
+    }
+    program = [*[("refused", other) for other in refused.values()], EVAL]
+    case = one_case(rng, 2, "states that do not fit, then a forward", program, state_model)
+    case.perhaps = "compare all names and shapes before anything is loaded"
+    run = play(ranks, [case], 2)
     for step, what in enumerate(refused):
         if run.values[0][0][step]["refused"] != "ValueError":
             fail(
@@ -774,7 +782,9 @@ def test_clip_and_save_load(ranks, rng):
                 expected="a ValueError",
                 found=run.values[0][0][step]["refused"],
                 line=ranks.definition("FSDP"),
+                perhaps=case.perhaps,
             )
+    judge(ranks, run, [case])
 
 
 @check("clip_and_save", "under mixed precision the state is fp32", weight=2)

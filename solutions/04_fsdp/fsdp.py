@@ -410,7 +410,7 @@ class FSDP(nn.Module):
             state: the same on every rank, as `full_state_dict` returns it.
 
         Raises:
-            ValueError: a name or a shape is not the module's.
+            ValueError: a name or a shape is not the module's; nothing has been changed then.
         """
         ### BEGIN SOLUTION
         names = self.module.state_dict(keep_vars=True)
