@@ -683,6 +683,8 @@ def test_clip_and_save_clip(ranks, rng):
     cases.append(one_case(rng, 3, name, [*program, EVAL], perhaps=perhaps, terms=10**9))
     program = [STEP, STEP, ("clip", 1e-8), UPDATE, STEP, ("clip", 1e-8), UPDATE, EVAL]
     cases.append(one_case(rng, 3, "small gradients", program, faint, perhaps=perhaps, terms=10**9, lr=1e6))
+    mixed = [STEP, STEP, ("clip", 0.01), UPDATE, STEP, ("clip", 0.02), UPDATE, EVAL]
+    cases.append(one_case(rng, 3, "parameters of two dtypes", mixed, two_dtypes, perhaps=perhaps, terms=10**10))
     run = play(ranks, cases, 3)
     for number, case in enumerate(cases):
         expect_norm(ranks, run, case, number, step=2)
@@ -759,6 +761,9 @@ def test_clip_and_save_load(ranks, rng):
     )
     run = make(ranks, [case], 2)
     expect_state(ranks, case, run.values[1][0][3]["state"], Played(case).steps[3].state, 1, "the state")
+    case = one_case(rng, 2, "loaded in a group of ranks [1, 2]", [("load", state), EVAL], state_model)
+    case.perhaps = "which part is this rank's: by its number in the group, not among all ranks"
+    make(ranks, [case], 3, members=[1, 2])
 
 
 @check("clip_and_save", "a state that does not fit is a ValueError, and changes nothing", weight=1)

@@ -1358,6 +1358,23 @@ args = tuple(enter(x) if isinstance(x, Tensor) else x for x in args)
         state = {name: tensor for name, tensor in state.items() if name in names or name not in own}
         if names""",
     ),
+    Mutant(
+        problem="clip_and_save",
+        check="clip_and_save_clip",
+        name="the norm of the gradients of one dtype only",
+        old="        for gradient in gradients:\n            total +=",
+        new="        for gradient in [g for g in gradients if g.dtype == gradients[0].dtype]:\n            total +=",
+    ),
+    Mutant(
+        problem="clip_and_save",
+        check="clip_and_save_load",
+        name="loads the part of its number among all ranks",
+        old="            self.shard.copy_(self._mine(flat))\n",
+        new="""\
+            first = dist.get_rank() * self.length
+            self.shard.copy_(F.pad(flat, (0, first + self.length))[first : first + self.length])
+""",
+    ),
     Rewrite(
         problem="clip_and_save",
         check="clip_and_save_refused",
